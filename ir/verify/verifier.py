@@ -49,6 +49,7 @@ from penstock.ir.graph import (
     touching_ops,
 )
 from penstock.ir.memo import Derived
+from penstock.ir.memory.workspace import is_inline
 from penstock.ir.ops import infer_op
 from penstock.ir.schedule import COMPUTE, READERS
 from penstock.ir.types import TensorType
@@ -336,19 +337,19 @@ def check_fused(module: Module) -> Iterator[Problem]:
 
 
 def _check_kernels(graph: Graph) -> Iterator[Problem]:
-    """Check that kernels have an order: no value may leave a kernel, pass through another and come back."""
+    """Check that kernels have an order: no value may leave a kernel, pass through another and come back. What is
+    computed where it is read belongs to the kernels that read it."""
     units: list[object] = [op.attrs.get("kernel", i) for i, op in enumerate(graph.ops)]
-    makers = {v.name: unit for op, unit in zip(graph.ops, units, strict=True) for v in op.outs}
+    # The kernels that a value comes from.
+    makers: dict[str, set[object]] = {}
     needs: dict[object, set[object]] = {unit: set() for unit in units}
     for i, (op, unit) in enumerate(zip(graph.ops, units, strict=True)):
         if "kernel" in op.attrs and not isinstance(unit, str):
             yield Problem(op_place(graph, i), f"kernel must be a name, got {unit!r}", op_window(graph, i))
             return
-        sources = needs[unit]
-        for v in op.ins:
-            source = makers.get(v.name, unit)
-            if source != unit:
-                sources.add(source)
+        sources = {source for v in op.ins for source in makers.get(v.name, ())}
+        needs[unit] |= sources - {unit}
+        makers |= dict.fromkeys((v.name for v in op.outs), sources if is_inline(op) else {unit})
     users: dict[object, list[object]] = {unit: [] for unit in needs}
     for unit, sources in needs.items():
         for source in sources:

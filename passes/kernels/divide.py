@@ -14,7 +14,7 @@ Limit: this is the choice in the IR; a back end may split a kernel that it canno
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -185,7 +185,7 @@ def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
         for i, v in enumerate(op.ins):
             if v in defined:
                 continue
-            for source, count in _read(v, makers).items():
+            for source, count in _read(v, makers, defined).items():
                 if op.kind == "gather" and i == 0:
                     count = min(count, op.outs[0].type.nbytes)
                 # Two reads in the same form count once; reads in several forms count at most the whole value.
@@ -205,14 +205,17 @@ def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
     return [*result, *(Touch(v, float(v.type.nbytes), True) for v in body.outs)]
 
 
-def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:
-    """Return the bytes that one read of a value takes from memory, by the value that has memory."""
+def _read(value: Value, makers: Mapping[Value, Op], inside: Set[Value]) -> dict[Value, float]:
+    """Return the bytes that one read of a value takes from memory, by the value that has memory. What the kernel makes
+    itself, `inside`, takes none."""
+    if value in inside:
+        return {}
     op = makers.get(value)
     if op is None or op.kind in ("read", "take") or is_table(op):
         return {value: float(value.type.nbytes)}
     counts: dict[Value, float] = {}
     for v in op.ins:
-        for source, count in _read(v, makers).items():
+        for source, count in _read(v, makers, inside).items():
             limit = float(value.type.nbytes) if op.kind in VIEWS else count
             counts[source] = counts.get(source, 0.0) + min(count, limit)
     return counts

@@ -13,6 +13,7 @@ it (constants, and layout changes, which are index arithmetic). A group is
     of them, and sums of columns beside the gradient of a layer norm,
   * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout; results that are
     known at different points (the gradients of attention) also as the parts of their concatenation,
+  * all steps of a recurrence but the first (ir/ops/recurrences.py), in a module that does not train: one loop,
   * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that
     only it reads. A collective is a group by itself, and its operand lies in memory.
 
@@ -30,11 +31,14 @@ layouts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from penstock.ir.graph import Graph, Module, Op, Value, graph_stage
 from penstock.ir.memory.workspace import INLINE, exchanged_values
-from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints, reduced_axes
+from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints
+from penstock.ir.ops.recurrences import find_recurrence
+
+from .groups import SUMS, KernelGroup, can_sweep, passes_by, swept_by
 
 _EFFECTS = ("accum", "write", "take")
 _HALVES = ("f16", "bf16")
@@ -62,10 +66,6 @@ _FIRST_ONLY = ("layer_norm", "attention")
 _APART = ("attention_grad",)
 # The gradient of a lookup is scattered: it can be added to its variable, nothing else.
 _SCATTERED = ("gather_grad",)
-# Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along
-# with.
-_SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
-_WITH_SUMS = ("layer_norm_grad",)
 # Operations with a second operand that their kernels read in a packed order.
 _PACKABLE = ("matmul", "conv")
 # Keys are made of the same few numbers. All keys of a graph are in one kernel: otherwise each kernel that reads one
@@ -82,27 +82,6 @@ class FuseOptions:
 
     chains: bool = True
     layouts: bool = True
-
-
-# The iteration space of a reduction: the shape, its axes among the dimensions, the element type.
-Sweep = tuple[tuple[int, ...], tuple[int, ...], str]
-
-
-@dataclass
-class _Group:
-    """A kernel while it grows.
-
-    `reached` are results that stand in registers, each at the element the loops are at. `apart` are those that can only
-    be stored in another place. `swept` is the shape that its sums run over, with their axes.
-    """
-
-    number: int
-    ops: list[Op] = field(default_factory=list)
-    reached: set[Value] = field(default_factory=set)
-    apart: set[Value] = field(default_factory=set)
-    needs: int = 0
-    scattered: bool = False
-    swept: Sweep | None = None
 
 
 def fuse(module: Module, options: FuseOptions) -> Module:
@@ -157,9 +136,12 @@ class _Fuser:
         for op in graph.ops:
             for v in op.ins:
                 self.readers.setdefault(v, []).append(op)
-        self.groups: list[_Group] = []
-        self.of: dict[int, _Group] = {}
+        self.groups: list[KernelGroup] = []
+        self.of: dict[int, KernelGroup] = {}
         self.inlined: dict[Value, Op] = {}
+        # Recurrences: the group of each of their operations, and layout changes inside of them.
+        self.recurrent: dict[int, KernelGroup] = {}
+        self.between: set[int] = set()
         # Kernels that read a variable, and the one that changed it last.
         self.var_readers: dict[str, set[int]] = {}
         self.var_changer: dict[str, int] = {}
@@ -167,15 +149,30 @@ class _Fuser:
     # ------------------------------------------------------------------------------ the walk
 
     def run(self) -> Graph:
+        self._find_recurrences()
         for op in self.graph.ops:
             if op.kind in ("read", "take"):
                 continue
-            if self._is_inline(op):
+            if id(op) in self.between or (id(op) not in self.recurrent and self._is_inline(op)):
                 self.inlined[op.outs[0]] = op
                 continue
-            self._join(self._home(op) or self._new(), op)
+            group = self.recurrent.get(id(op))
+            if group is None:
+                self._join(self._home(op) or self._new(), op)
+                continue
+            self._join(group, op)
+            # Nothing goes on with a result while its loops run.
+            group.reached.clear()
         self._place_takes()
         return replace(self.graph, ops=tuple(self._annotated()))
+
+    def _find_recurrences(self) -> None:
+        """Make a kernel of each recurrence, where the module computes and does not train."""
+        for op in self.graph.ops if self.fixed and self.options.chains else ():
+            recurrence = find_recurrence(op, self.graph.ops, self.makers, self.readers, self.results)
+            if recurrence is not None:
+                self.recurrent |= dict.fromkeys(map(id, recurrence.ops), self._new())
+                self.between |= set(map(id, recurrence.views))
 
     def _annotated(self) -> Iterable[Op]:
         names: dict[int, str] = {}
@@ -196,15 +193,31 @@ class _Fuser:
         if op.kind not in _PACKABLE:
             return False
         maker = self.makers.get(op.ins[1])
-        while maker is not None and maker.outs[0] in self.inlined and maker.kind in VIEWS:
+        while maker is not None and maker.outs[0] in self.inlined and maker.kind in (*VIEWS, "concat"):
             maker = self.makers.get(maker.ins[0])
+        return self._is_fixed(maker)
+
+    def _is_fixed(self, maker: Op | None) -> bool:
         return maker is not None and maker.kind == "read" and maker.var in self.fixed
 
-    def _new(self) -> _Group:
-        self.groups.append(_Group(len(self.groups)))
+    def _reorders_weight(self, op: Op) -> bool:
+        """Return whether a concatenation of parts of one fixed variable is read by products alone, which pack it."""
+        homes = set()
+        for value in op.ins:
+            while (maker := self.makers.get(value)) is not None and maker.outs[0] in self.inlined:
+                value = maker.ins[0]
+            homes.add(value)
+        return (
+            len(homes) == 1
+            and self._is_fixed(self.makers.get(next(iter(homes))))
+            and all(u.kind == "matmul" and u.ins[1] is op.outs[0] for u in self.readers.get(op.outs[0], []))
+        )
+
+    def _new(self) -> KernelGroup:
+        self.groups.append(KernelGroup(len(self.groups)))
         return self.groups[-1]
 
-    def _join(self, group: _Group, op: Op) -> None:
+    def _join(self, group: KernelGroup, op: Op) -> None:
         self.of[id(op)] = group
         fresh = not group.ops
         group.ops.append(op)
@@ -218,8 +231,8 @@ class _Fuser:
         if "library" in op.attrs:
             # A library stores its results: nothing can go on with them in registers.
             return
-        if op.kind in _SUMS:
-            group.swept = _swept(op)
+        if op.kind in SUMS:
+            group.swept = swept_by(op)
         if op.kind in _SCATTERED:
             group.scattered = True
         elif op.kind in _APART or group.apart.intersection(op.ins):
@@ -259,6 +272,8 @@ class _Fuser:
             return True
         if op.kind == "cast" and self.options.layouts:
             return self._is_inline_cast(op)
+        if op.kind == "concat" and self.options.layouts:
+            return self._reorders_weight(op)
         if op.kind not in VIEWS or not self.options.layouts:
             return False
         if self._stores_in_layout(op) is not None:
@@ -314,7 +329,7 @@ class _Fuser:
             for u in self.readers.get(value, [])
         )
 
-    def _stores_in_layout(self, op: Op) -> _Group | None:
+    def _stores_in_layout(self, op: Op) -> KernelGroup | None:
         """Return the group that can store its result in the layout that `op` makes."""
         if op.kind not in ("reshape", "transpose") or not self.options.chains or op.ins[0] in self.results:
             return None
@@ -322,13 +337,13 @@ class _Fuser:
         group = self.of.get(id(maker)) if maker is not None else None
         if group is None or op.ins[0] not in group.reached | group.apart or len(self.readers.get(op.ins[0], [])) != 1:
             return None
-        if _passes_by(op.ins[0], group):
+        if passes_by(op.ins[0], group):
             return None
         if op.kind == "transpose" and not _keeps_last(op):
             return None
         return group if len(group.ops) < _LARGEST else None
 
-    def _stores_in_parts(self, op: Op) -> _Group | None:
+    def _stores_in_parts(self, op: Op) -> KernelGroup | None:
         """Return the group that makes all parts of a concatenation, and can store each of them in its place."""
         homes = [self.of.get(id(self.makers[v])) if v in self.makers else None for v in op.ins]
         group = homes[0]
@@ -337,14 +352,14 @@ class _Fuser:
         alone = all(v in group.apart and v not in self.results and len(self.readers.get(v, [])) == 1 for v in op.ins)
         return group if alone and len(group.ops) < _LARGEST else None
 
-    def _home(self, op: Op) -> _Group | None:
+    def _home(self, op: Op) -> KernelGroup | None:
         """Return the group that `op` joins, or None if it begins a new one."""
         if not self.options.chains:
             return None
         stored = self._stores_in_parts(op) if op.kind == "concat" else self._stores_in_layout(op)
         if stored is not None:
             return stored
-        if op.kind in _SUMS:
+        if op.kind in SUMS:
             return self._sweep_of(op)
         if op.kind in _KEYS:
             return next(
@@ -369,9 +384,9 @@ class _Fuser:
                 return candidates[number]
         return None
 
-    def _sweep_of(self, op: Op) -> _Group | None:
+    def _sweep_of(self, op: Op) -> KernelGroup | None:
         """Return a group with loops that pass over the operands of the sum `op` anyway."""
-        sweep = _swept(op)
+        sweep = swept_by(op)
         candidates = {}
         for v in op.ins:
             if v.type.dims != sweep[0]:
@@ -382,11 +397,11 @@ class _Fuser:
                     candidates[group.number] = group
         for number in sorted(candidates, reverse=True):
             group = candidates[number]
-            if len(group.ops) < _LARGEST and _can_sweep(group, op, sweep) and not self._waits(op, group):
+            if len(group.ops) < _LARGEST and can_sweep(group, op, sweep) and not self._waits(op, group):
                 return group
         return None
 
-    def _waits(self, op: Op, group: _Group) -> bool:
+    def _waits(self, op: Op, group: KernelGroup) -> bool:
         """Return whether an operand of `op` needs the group, but not at the element the group is at."""
         through = {n for v in op.ins if v in self.inlined for n in self._sources((v,))[0]}
         if group.number in through:
@@ -394,7 +409,7 @@ class _Fuser:
         others = self._sources(op.ins)[0] - {group.number} | self._order_before(op, group)
         return any(self.groups[n].needs & 1 << group.number for n in others)
 
-    def _fits(self, op: Op, group: _Group) -> bool:
+    def _fits(self, op: Op, group: KernelGroup) -> bool:
         if len(group.ops) >= _LARGEST:
             return False
         shape = (op.outs or op.ins)[0].type.shape
@@ -406,7 +421,7 @@ class _Fuser:
             inside = [v for v in op.ins if v in self.makers and self.of.get(id(self.makers[v])) is group]
             if not inside or not all(v in group.reached and v.type.shape == shape for v in inside):
                 return False
-            if op.kind in _EFFECTS and _passes_by(op.ins[0], group):
+            if op.kind in _EFFECTS and passes_by(op.ins[0], group):
                 return False
         return not self._waits(op, group)
 
@@ -431,7 +446,7 @@ class _Fuser:
                 kernels.add(self.of[id(maker)].number)
         return kernels, variables
 
-    def _order_before(self, op: Op, group: _Group) -> set[int]:
+    def _order_before(self, op: Op, group: KernelGroup) -> set[int]:
         """Return the kernels that must run first because of the effect of `op` on its variable."""
         before: set[int] = set()
         if op.kind in _EFFECTS:
@@ -440,7 +455,7 @@ class _Fuser:
                 before.add(self.var_changer[op.var])
         return before - {group.number}
 
-    def _add_needs(self, group: _Group, kernels: set[int]) -> None:
+    def _add_needs(self, group: KernelGroup, kernels: set[int]) -> None:
         """Record direct dependencies, and hand them on to every kernel that needs this one."""
         added = 0
         for n in kernels:
@@ -458,43 +473,3 @@ class _Fuser:
 def _keeps_last(op: Op) -> bool:
     perm = ints(complete_attrs(op)["perm"])
     return not perm or perm[-1] == len(perm) - 1
-
-
-def _swept(op: Op) -> Sweep:
-    x = op.ins[0].type
-    if op.kind == "layer_norm_grad_weight":
-        axis = complete_attrs(op)["axis"]
-        assert isinstance(axis, int)
-        return x.dims, tuple(range(axis % x.rank)), x.dtype
-    return x.dims, tuple(reduced_axes(x, op.attrs["axes"])), x.dtype
-
-
-def _passes_by(value: Value, group: _Group) -> bool:
-    """Return whether a value of the group is one that its sums run over: it is there for a moment, and can only be
-    stored as it is."""
-    return group.swept is not None and value.type.dims == group.swept[0] and group.ops[0].kind not in _WITH_SUMS
-
-
-def _can_sweep(group: _Group, op: Op, sweep: Sweep) -> bool:
-    """Return whether the loops of a group pass over all operands of a sum."""
-    shape, axes, dtype = sweep
-    if not any(shape[a] > 1 for a in axes) or op.outs[0].type.dims == shape:
-        return False
-    main = group.ops[0]
-    passed = {v for o in group.ops for v in o.ins if v.type.dims == shape}
-    if not all(v in passed or v in group.reached for v in op.ins if v.type.dims == shape):
-        return False
-    if main.kind in _WITH_SUMS:
-        axis = complete_attrs(main)["axis"]
-        assert isinstance(axis, int)
-        return (main.ins[0].type.dims, main.ins[0].type.dtype) == (shape, dtype) and axes == tuple(
-            range(axis % len(shape))
-        )
-    if group.swept is not None:
-        return group.swept == sweep
-    # Otherwise the group makes the operands of the sum, and nothing else.
-    elementwise = all(
-        o.kind != "batch_norm" and OPS[o.kind].family == "elementwise" and o.outs[0].type.dims == shape
-        for o in group.ops
-    )
-    return elementwise and any(v in group.reached for v in op.ins)

@@ -30,6 +30,7 @@ from .attention import gradient as attention_grad
 from .conv import conv, windows
 from .elementwise import elementwise, lookup
 from .product import gemm
+from .recurrent import steps
 from .rows import reduce, rows, scan, select
 
 # Operations that bring loops of their own; a group has at most one of them.
@@ -122,6 +123,9 @@ def _packing_function(group: Fusion, machine: TargetMachine) -> object:
 
 def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:
     """Emit the loops of a group by the generator of its main operation."""
+    if body.loops is None and steps.is_recurrence(body.group):
+        steps.emit_recurrence(body)
+        return
     main = [op for op in body.group.ops if op.kind in MAIN]
     if main and main[0].kind in IN_PARTS:
         # The parts of a concatenation are stored where they are computed.

@@ -80,6 +80,8 @@ class Body:
         self._loads: dict[str, list[Index]] = {}
         self._loaded: set[str] = set()
         self._elsewhere: set[Value] = set()
+        # Values that the kernel itself keeps in memory of its own.
+        self._given: Mapping[Value, Callable[[Index], Expr]] = {}
         # The current pass over memory prefetches its values, but for those that an earlier pass has read.
         self._streams = False
         self._near: set[Value] = set()
@@ -154,6 +156,13 @@ class Body:
             self._streams = False
             self._near |= self._passed
 
+    @contextmanager
+    def giving(self, given: Mapping[Value, Callable[[Index], Expr]]) -> Iterator[None]:
+        """Read some values by functions of their own, in place of their operations."""
+        kept, self._given = self._given, given
+        yield
+        self._given = kept
+
     def _prefetch_ahead(self, value: Value, buffer: Buffer, position: Expr, written: bool) -> None:
         if not self._streams or value.type.size < _NOT_SMALL:
             return
@@ -170,6 +179,10 @@ class Body:
         key = (value, tuple(map(id, index)))
         if key in self._frame:
             return self._frame[key][0]
+        if value in self._given:
+            expr = self.emit.bind(self._given[value](index), "x")
+            self._frame[key] = (expr, index)
+            return expr
         if self.is_stored(value):
             home = self.group.homes.get(value)
             if home is not None:

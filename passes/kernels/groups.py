@@ -1,0 +1,74 @@
+"""Kernels while they grow, and the sums that can ride along with their loops. In: a group and an operation. Out:
+whether the loops of the group pass over all that the operation reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.ir.graph import Op, Value
+from penstock.ir.ops import OPS, complete_attrs, reduced_axes
+
+# Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along
+# with.
+SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
+WITHSUMS = ("layer_norm_grad",)
+
+# The iteration space of a reduction: the shape, its axes among the dimensions, the element type.
+Sweep = tuple[tuple[int, ...], tuple[int, ...], str]
+
+
+@dataclass
+class KernelGroup:
+    """A kernel while it grows.
+
+    `reached` are results that stand in registers, each at the element the loops are at. `apart` are those that can only
+    be stored in another place. `swept` is the shape that its sums run over, with their axes.
+    """
+
+    number: int
+    ops: list[Op] = field(default_factory=list)
+    reached: set[Value] = field(default_factory=set)
+    apart: set[Value] = field(default_factory=set)
+    needs: int = 0
+    scattered: bool = False
+    swept: Sweep | None = None
+
+
+def swept_by(op: Op) -> Sweep:
+    x = op.ins[0].type
+    if op.kind == "layer_norm_grad_weight":
+        axis = complete_attrs(op)["axis"]
+        assert isinstance(axis, int)
+        return x.dims, tuple(range(axis % x.rank)), x.dtype
+    return x.dims, tuple(reduced_axes(x, op.attrs["axes"])), x.dtype
+
+
+def passes_by(value: Value, group: KernelGroup) -> bool:
+    """Return whether a value of the group is one that its sums run over: it is there for a moment, and can only be
+    stored as it is."""
+    return group.swept is not None and value.type.dims == group.swept[0] and group.ops[0].kind not in WITHSUMS
+
+
+def can_sweep(group: KernelGroup, op: Op, sweep: Sweep) -> bool:
+    """Return whether the loops of a group pass over all operands of a sum."""
+    shape, axes, dtype = sweep
+    if not any(shape[a] > 1 for a in axes) or op.outs[0].type.dims == shape:
+        return False
+    main = group.ops[0]
+    passed = {v for o in group.ops for v in o.ins if v.type.dims == shape}
+    if not all(v in passed or v in group.reached for v in op.ins if v.type.dims == shape):
+        return False
+    if main.kind in WITHSUMS:
+        axis = complete_attrs(main)["axis"]
+        assert isinstance(axis, int)
+        return (main.ins[0].type.dims, main.ins[0].type.dtype) == (shape, dtype) and axes == tuple(
+            range(axis % len(shape))
+        )
+    if group.swept is not None:
+        return group.swept == sweep
+    # Otherwise the group makes the operands of the sum, and nothing else.
+    elementwise = all(
+        o.kind != "batch_norm" and OPS[o.kind].family == "elementwise" and o.outs[0].type.dims == shape
+        for o in group.ops
+    )
+    return elementwise and any(v in group.reached for v in op.ins)
