@@ -12,7 +12,7 @@ from replay import models as corpus
 
 import penstock as ps
 from penstock.commands.parser import main
-from penstock.models import write_gpt
+from penstock.models import write_gpt, write_resnet
 
 VOCABULARY, POSITIONS, BATCH = 64, 8, 8
 
@@ -70,6 +70,7 @@ def losses(
     [
         ("llama", 2, {"mesh": "tp=2", "shard": "preset:megatron"}),
         ("resnet", 2, {"mesh": "bp=2", "shard": "preset:batch"}),
+        pytest.param("resnet", 3, {"mesh": "tp=3", "shard": "preset:spatial"}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {"mesh": "dp=2,tp=2", "shard": "preset:sequence"}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {"mesh": "tp=2", "stages": 2, "shard": "preset:megatron"}, marks=pytest.mark.slow),
     ],
@@ -92,3 +93,18 @@ def test_models_train_split_as_on_one_device(name: str, devices: int, asked: dic
     split = losses(made, tmp_path / "split", feed, devices, **asked)
     np.testing.assert_allclose(split, alone, rtol=2e-5)
     assert len(set(alone)) > 1
+
+
+@pytest.mark.slow
+def test_images_of_onnx_split_along_their_height_are_compiled_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, bundle = tmp_path / "resnet.onnx", tmp_path / "bundle"
+    write_resnet(model, blocks=(1,), width=4, size=16, classes=3)
+    asked = ["--devices", "2", "--mesh", "tp=2", "--shard", "preset:spatial", "--dim", "batch=2"]
+    assert (
+        main(["compile", str(model), "-o", str(bundle), *asked, "--loss", "cross_entropy", "--optimizer", "sgd"]) == 0
+    )
+    assert " and 1 of 2 inputs split, " in capsys.readouterr().out
+    assert main(["verify", str(bundle)]) == 0
+    assert "values of 2 ranks in float64 are those of the whole program" in capsys.readouterr().err
