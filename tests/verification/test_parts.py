@@ -15,7 +15,7 @@ from penstock.backends.tvm.compile import pool
 from penstock.backends.tvm.kernels.tools import elements
 from penstock.commands.parser import main
 from penstock.ir.text import parse_module, print_module
-from penstock.models import write_mlp
+from penstock.models import write_mlp, write_resnet
 from penstock.planning.build import build
 from penstock.planning.options import BuildOptions
 from penstock.planning.plan import Plan
@@ -138,3 +138,21 @@ def test_a_wrong_kernel_of_split_tensors_is_named(
     assert re.search(r"first wrong: s0.F/k\d+ \(.*relu\)", said.out), said.out + said.err
     assert "%relu1 of place 0 of the mesh" in said.out
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("tp=2", "zb-1f1b"), ("tp=3", "2bw")])
+def test_every_value_of_images_split_in_space_is_that_of_one_device(tmp_path: Path, mesh: str, schedule: str) -> None:
+    """Two stages with uneven heights; in the first schedule the gradients of weights are apart."""
+    write_resnet(tmp_path / "resnet.onnx", 2, blocks=(1, 1), width=4, size=21, classes=4)
+    plan = ps.plan(
+        ps.from_onnx(tmp_path / "resnet.onnx"),
+        ps.Cluster.local(2 * int(mesh[-1])),
+        ps.Training("cross_entropy", ps.AdamW(lr=1e-2), MICROBATCHES, clip=1.0),
+        schedule=schedule,
+        stages=2,
+        mesh=mesh,
+        shard="preset:spatial",
+    )
+    off, comparison = first_off(plan)
+    assert off is None
+    assert comparison.compared > 300 * MICROBATCHES
