@@ -72,6 +72,23 @@ def walkthrough(name: str) -> str:
     return block((BISECT / "walkthrough" / f"{name}.txt").read_text(encoding="utf-8"))
 
 
+def gpu_sheets() -> str:
+    """The table of architectures and their usual cards."""
+    from penstock.ir.cluster.gpus import SHEETS
+
+    def rate(value: float, unit: float) -> str:
+        return f"{value / unit:,.4g}" if value else "-"
+
+    lines = [
+        "| architecture | card | f32 | tf32 | bf16 | f16 | memory |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for target, sheet in SHEETS.items():
+        cells = [rate(value, 1e12) for value in (sheet.f32, sheet.tf32, sheet.bf16, sheet.f16)]
+        lines.append(f"| {' | '.join([target, sheet.card, *cells, rate(sheet.bandwidth, 1e9)])} |")
+    return "\n".join(["", *lines, "", ""])
+
+
 def onnx_operators() -> str:
     import onnx
 
@@ -375,6 +392,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
     "ops": ops,
     "coverage-words": coverage_words,
+    "gpu-sheets": gpu_sheets,
     "onnx-operators": onnx_operators,
     "onnx-support": onnx_support,
     "constants": rules_of_constants,

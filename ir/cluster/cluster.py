@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
 from typing import NamedTuple
@@ -26,18 +26,14 @@ from penstock.ir.attrs import Scalar
 from penstock.support.errors import UsageError
 from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 
+from .gpus import LIBRARY_OVERHEAD, usual_settings
+
 KINDS = {"cpu": "ram", "cuda": "hbm"}
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
-# Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): the defaults of a plan when the file
-# has none.
-CUDA_RATES = {
-    "sm_80": (1.95e13, 1.55e12),
-    "sm_86": (3.74e13, 6.96e11),
-    "sm_89": (9.16e13, 8.64e11),
-    "sm_90": (6.7e13, 3.35e12),
-}
 # Operations per second of one thread of a processor, and bytes per second of its memory, where the file has none.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
+# What carries the messages of two devices: memory that ranks share, NCCL between two GPUs, and gloo between all others.
+MEMORY, NCCL, GLOO = "memory", "nccl", "gloo"
 SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
 # Bytes per second and seconds of pairs of devices without a link or a class of links in the cluster: shared memory, a
 # fast network, PCIe.
@@ -259,8 +255,16 @@ class Cluster:
 
     def shares_memory(self, a: str, b: str) -> bool:
         """Return whether ranks on two devices hand messages over in memory, rather than through sockets."""
+        return self.carrier(a, b) == MEMORY
+
+    def carrier(self, a: str, b: str) -> str:
+        """Return what carries messages between ranks on two devices: memory, nccl or gloo. NCCL takes no two ranks of
+        one GPU."""
         first, second = self.device(a), self.device(b)
-        return first.kind == second.kind == "cpu" and first.host == second.host
+        near = first.host == second.host
+        if first.kind == second.kind == "cuda" and not (near and first.gpu_on_host == second.gpu_on_host):
+            return NCCL
+        return MEMORY if first.kind == second.kind == "cpu" and near else GLOO
 
     @property
     def is_shared(self) -> bool:
@@ -269,7 +273,10 @@ class Cluster:
 
     def message_overhead(self, a: str, b: str) -> float:
         """Return the seconds of a rank on `a` for its end of a message to or from `b`."""
-        return self.device(a).shared_overhead if self.shares_memory(a, b) else self.device(a).message_overhead
+        carrier = self.carrier(a, b)
+        if carrier == NCCL:
+            return LIBRARY_OVERHEAD
+        return self.device(a).shared_overhead if carrier == MEMORY else self.device(a).message_overhead
 
     def link(self, a: str, b: str) -> Link:
         """Return the connection between two devices, by entry or by class. That of a class is no faster than the
@@ -289,6 +296,21 @@ class Cluster:
             bandwidth = min(rates)  # better than a guess
         return Link(a, b, min((bandwidth, *rates)), latency + sum(card.nic_latency for card in cards))
 
+    def message_link(self, a: str, b: str) -> Link:
+        """Return the connection of two devices as messages use it. gloo takes those of a GPU through memory of its
+        host: they are copied as a whole, and go through sockets, also on one host."""
+        link, ends = self.link(a, b), (self.device(a), self.device(b))
+        copies = sum(device.kind == "cuda" for device in ends)
+        if not copies or self.carrier(a, b) != GLOO:
+            return link
+        sockets = min(device.socket_bandwidth for device in ends)
+        if ends[0].host == ends[1].host:
+            # The link of the pair is that of the copies.
+            return replace(link, bandwidth=1 / (copies / link.bandwidth + 1 / sockets))
+        rate, latency = self.link_class(HOST_TO_DEVICE)
+        seconds = 1 / min(link.bandwidth, sockets) + copies / rate
+        return replace(link, bandwidth=1 / seconds, latency=link.latency + copies * latency)
+
     def link_class(self, kind: str) -> tuple[float, float]:
         """Return the bandwidth and latency of a class of links."""
         return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
@@ -297,7 +319,7 @@ class Cluster:
         """Return the links and cards that a transfer from `a` to `b` goes through. The card of a link is shared by
         direction where all its links have one host in common and this one leaves it; otherwise it is one medium for
         all. Links by class share the cards of both hosts."""
-        link, source, target = self.link(a, b), self.device(a), self.device(b)
+        link, source, target = self.message_link(a, b), self.device(a), self.device(b)
         shares: list[tuple[str, float]] = []
         if link.nic:
             rate, owners = self._cards[link.nic]
@@ -387,21 +409,12 @@ def is_architecture(name: str) -> bool:
     return _ARCHITECTURE.fullmatch(name) is not None
 
 
-def cuda_rates(target: str) -> tuple[float, float]:
-    """Return the operations and bytes per second of the usual card of an architecture."""
-    return CUDA_RATES.get(target, CUDA_RATES["sm_80"])
-
-
 def _cuda_device(name: str, target: str) -> Device:
-    flops, bandwidth = cuda_rates(target)
-    return Device(name, "cuda", target=target, flops=flops, bandwidth=bandwidth)
+    return Device(name, "cuda", target=target, **usual_settings(target))  # type: ignore[arg-type]
 
 
 def device_of_gpu(gpu: Gpu) -> Device:
     """Return a device for a GPU of this machine, with the rates of its architecture and what its driver says."""
-    flops, bandwidth = cuda_rates(gpu.arch)
+    device = _cuda_device(f"cuda:{gpu.index}", gpu.arch)
     spaces = (("hbm", gpu.memory),) if gpu.memory else ()
-    rate = gpu.bandwidth or bandwidth
-    return Device(
-        f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=rate, spaces=spaces, gpu=gpu.uuid
-    )
+    return replace(device, bandwidth=gpu.bandwidth or device.bandwidth, spaces=spaces, gpu=gpu.uuid)

@@ -61,9 +61,9 @@ from .cluster import (
     Host,
     Link,
     LinkClass,
-    cuda_rates,
     is_architecture,
 )
+from .gpus import usual_settings
 
 _NAME = re.compile(r"[\w./:\-]+")
 _QUANTITY = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(.*)")
@@ -292,11 +292,9 @@ class _ClusterReader:
         if len(self.problems) > problems:
             return Device(str(values.get("name", "")), host=str(values.get("host", "localhost")))
         threads = values.get("threads", 1)
-        values.setdefault(
-            "flops", cuda_rates(str(values["target"]))[0] if kind == "cuda" else THREAD_FLOPS * float(threads)
-        )
         if kind == "cuda":
-            values.setdefault("bandwidth", cuda_rates(str(values["target"]))[1])
+            values = usual_settings(str(values["target"])) | values
+        values.setdefault("flops", THREAD_FLOPS * float(threads))
         return Device(**values, spaces=spaces, efficiency=shares)
 
     def _settle_target(self, where: str, kind: str, values: dict[str, Any], given: Mapping[str, object]) -> None:
@@ -464,6 +462,8 @@ def _plain(cluster: Cluster) -> dict[str, Any]:
 
 def _plain_device(device: Device) -> dict[str, Any]:
     plain = {key: value for key, value in device.fields().items() if not key.startswith(EFFICIENCY_PREFIX)}
+    if device.kind == "cuda":
+        plain |= {"overhead": device.overhead, "call_overhead": device.call_overhead}
     table: dict[str, Any] = {"name": device.name, **plain}
     if len(device.spaces) == 1 and device.spaces[0][0] == KINDS[device.kind]:
         table["memory"] = device.spaces[0][1]

@@ -43,6 +43,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
 from penstock.ir.cluster.cluster import Device, Link
+from penstock.ir.cluster.gpus import sheet_of
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.memo import Derived
 from penstock.ir.ops import OPS, complete_attrs, cost_of, window_of
@@ -84,7 +85,8 @@ EFFICIENCY = {
     f"{LAYOUT}.bytes": 0.8,
     f"{COLLECTIVES}.bytes": 1.0,
 }
-
+# The share of the data sheet's ratio between tensor cores and float32 that work reaches: an estimate.
+TENSOR_CORES = 0.7
 
 # The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs
 # (docs/backends.md). It then needs this share of the multiplications of direct sums.
@@ -175,8 +177,17 @@ def efficiency_of(device: Device, family: str, what: str = "") -> float:
     for table in (measured, EFFICIENCY):
         for key in (f"{family}.{what}", family):
             if key in table and not (what == "bytes" and key == family):
-                return table[key]
+                return table[key] * (_on_tensor_cores(device, family, what) if key == family else 1.0)
     return 1.0
+
+
+def _on_tensor_cores(device: Device, family: str, dtype: str) -> float:
+    """Return how many times the rate of float32 a GPU's tensor cores reach for a family in an element type. Estimated:
+    of the data sheet's ratio they reach as much more of large products as `TENSOR_CORES` says."""
+    if device.kind != "cuda" or family not in (PRODUCTS, CONVOLUTIONS, ATTENTION):
+        return 1.0
+    speedup = sheet_of(device.target).speedup(dtype)
+    return 1.0 if dtype == "tf32" or speedup <= 1 else max(1.0, speedup * TENSOR_CORES)
 
 
 def bound(ops: Sequence[Op], moved: float, device: Device) -> float:

@@ -227,7 +227,7 @@ class _Costs:
             crossing += tied_bytes(module, chain, self.params) * (2.0 / microbatches)
         self._trips, self._links = trips, [(0.0, list[Link]())]
         for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
-            links = [cluster.link(x.name, y.name) for x in senders for y in receivers]
+            links = [cluster.message_link(x.name, y.name) for x in senders for y in receivers]
             self._links.append((max(*a, *b) / microbatches if max(len(a), len(b)) > 1 else 1.0, links))
         self.transfer = [
             np.array([self.travel(stage, float(n)) if stage else 0.0 for n in crossing])

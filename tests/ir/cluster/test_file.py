@@ -156,16 +156,23 @@ def test_hosts_give_defaults_and_units_are_read(tmp_path: Path, text: str, name:
 
 def test_paths_say_what_they_share(tmp_path: Path) -> None:
     cluster = load(tmp_path, FULL)
-    # By class: the slower card is the limit, both are shared by direction, and both latencies count.
+    # By class: the slower card is the limit, both are shared by direction, and both latencies count. Then the bytes are
+    # copied to the GPU.
+    rate, latency = cluster.link_class("host-to-device")
     assert cluster.path("left/cpu:1", "right/gpu") == (
-        5e8,
-        pytest.approx(1.05e-4),
+        pytest.approx(1 / (1 / 5e8 + 1 / rate)),
+        pytest.approx(1.05e-4 + latency),
         (("nic of left out", 1.25e9), ("nic of right in", 5e8)),
         math.inf,
     )
     assert cluster.path("right/gpu", "left/cpu:1").shares == (("nic of right out", 5e8), ("nic of left in", 1.25e9))
     # A link of its own shares what it says, here nothing.
-    assert cluster.path("left/cpu:0", "right/gpu") == (1e6, 0.0, (), math.inf)
+    assert cluster.path("left/cpu:0", "right/gpu") == (
+        pytest.approx(1 / (1 / 1e6 + 1 / rate)),
+        pytest.approx(latency),
+        (),
+        math.inf,
+    )
     assert cluster.path("left/cpu:0", "left/cpu:1").shares == ()
     assert (cluster.path("left/cpu:0", "left/cpu:1").summing, cluster.shares_memory("left/cpu:0", "left/cpu:1")) == (
         2.2e9,

@@ -8,6 +8,7 @@ import pytest
 
 import penstock as ps
 from penstock.ir.cluster.cluster import Cluster, Device, Link
+from penstock.ir.cluster.gpus import sheet_of
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.ops import cost_of, make
 from penstock.ir.schedule import COMPUTE
@@ -22,6 +23,7 @@ from penstock.passes.costs.prices import (
     LAYOUT,
     PRODUCTS,
     SQUARES,
+    TENSOR_CORES,
     UPDATES,
     GraphCost,
     InTurn,
@@ -267,3 +269,21 @@ def test_seconds_for_people() -> None:
     for nothing in (None, float("inf")):
         assert by_simulation(nothing) == "no plan of it is legal and fits when simulated"
     assert f"{float('inf'):.3f} s" == "inf s", "control: what it stands in for"
+
+
+def test_tensor_cores_are_priced_by_element_type() -> None:
+    """Products of 16 bits are faster on a GPU by as much as its sheet says, less a share; other work is not."""
+    gpu = Device("cuda:0", "cuda", target="sm_90")
+    sheet = sheet_of("sm_90")
+    for family in (PRODUCTS, CONVOLUTIONS, ATTENTION):
+        for dtype in ("bf16", "f16"):
+            expected = EFFICIENCY[family] * TENSOR_CORES * getattr(sheet, dtype) / sheet.f32
+            assert efficiency_of(gpu, family, dtype) == pytest.approx(expected)
+        assert efficiency_of(gpu, family, "f32") == efficiency_of(gpu, family, "f64") == EFFICIENCY[family]
+        # The controls: bytes, elements, an architecture without such cores, and processors.
+        assert efficiency_of(gpu, family, "bytes") == EFFICIENCY[f"{family}.bytes"]
+        assert efficiency_of(replace(gpu, target="sm_75"), family, "bf16") == EFFICIENCY[family]
+        assert efficiency_of(Device("cpu:0"), family, "bf16") == EFFICIENCY[family]
+    assert efficiency_of(gpu, ELEMENTS, "bf16") == EFFICIENCY[ELEMENTS]
+    # What was measured for a type is taken as it is.
+    assert efficiency_of(replace(gpu, efficiency=(("products.bf16", 3.0),)), PRODUCTS, "bf16") == 3.0

@@ -36,6 +36,7 @@ _VIEWS = (
     "where_time_goes",
     "params",
     "sharding",
+    "links",
     "kernels",
     "measure",
     "source",
@@ -133,6 +134,9 @@ def _add_views(parser: ArgumentParser) -> None:
         help="list how tensors are split over devices, and the collectives with the bytes that they send",
     )
     parser.add_argument(
+        "--links", action="store_true", help="list the edges between ranks: what carries their messages, and how fast"
+    )
+    parser.add_argument(
         "--checkpoint",
         metavar="DIR",
         help="with --params: statistics of this checkpoint, or of the newest one in this directory",
@@ -184,6 +188,10 @@ def run(arguments: Namespace) -> None:
         _show_params(subject, arguments)
     if arguments.sharding:
         _show_sharding(subject, arguments.json)
+    if arguments.links:
+        from penstock.inspection.views.links import show_links  # lazy: heavy
+
+        print(show_links(subject.module, terminal_width()))
     rows = _kernel_rows(subject, arguments)
     if arguments.where_time_goes:
         _show_time(subject.module, rows, arguments)
