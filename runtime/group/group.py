@@ -244,7 +244,8 @@ def gpu_of(device: torch.device, environment: Mapping[str, str] = os.environ) ->
         raise UsageError(f"PENSTOCK_NCCL must be 0 or 1, got {wanted!r}")
     if device.type != "cuda" or wanted == "0" or not dist.is_nccl_available():
         return ""
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    # Its UUID is the same in every container that shows it, whatever these call their host.
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def library_of(gpus: Sequence[str]) -> str:

@@ -6,12 +6,13 @@ own thread waits for the device."""
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import time
 
 import pytest
 import torch
 
-from penstock.runtime.group.group import gpu_of
+from penstock.runtime.group.group import gpu_of, library_of
 from penstock.support.errors import UsageError
 
 from ..waiting import wait_until
@@ -103,5 +104,9 @@ def test_gpus_are_offered_to_nccl_unless_it_is_switched_off(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     properties = type("Properties", (), {"uuid": "5a1c"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert gpu_of(torch.device("cuda", 0), {}).endswith(" 5a1c")
+    assert gpu_of(torch.device("cuda", 0), {}) == "5a1c"
+    # Two containers that share a GPU are two hosts by name: NCCL must not take it for two.
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert library_of([gpu_of(torch.device("cuda", 0), {}), "5a1c"]) == "gloo"
+    assert library_of([gpu_of(torch.device("cuda", 0), {}), "5a1d"]) == "nccl"
     assert gpu_of(torch.device("cuda", 0), {"PENSTOCK_NCCL": "0"}) == ""
