@@ -53,8 +53,15 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     model = source.loader(feedback)(None)
     _report(model)
     options = settings_from(PlanOptions, arguments)
-    asked = (arguments.cluster, arguments.devices, arguments.replicas, options.mesh, options.shard, options.stages)
-    if options.hints and not any(asked):
+    devices_settings = (
+        arguments.cluster,
+        arguments.devices,
+        arguments.replicas,
+        options.mesh,
+        options.shard,
+        options.stages,
+    )
+    if options.hints and not any(devices_settings):
         cluster = _of_model(model, cluster)
     return plan_model(model, cluster, training, options, feedback)
 
