@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.commands.parser import main
+from penstock.commands.running.doctor import _sheet_lines
 from penstock.doctor import examine as doctor
 from penstock.doctor.examine import HostFacts, cluster_of, examine
 from penstock.doctor.kernels import Rates, rates_of, yardsticks
@@ -478,3 +479,13 @@ def test_the_wire_between_two_namespaces_is_measured(tmp_path: Path) -> None:
     bandwidth, latency = Cluster.load(tmp_path / "cluster.toml").link_class("other-host")
     assert 1e7 < bandwidth < 1e12
     assert 0 <= latency < 1
+
+
+def test_rates_of_gpus_are_told_by_element_type_and_not_as_measured() -> None:
+    devices = [Device("cpu:0"), Device("cuda:0", "cuda", target="sm_90"), Device("cuda:1", "cuda", target="sm_75")]
+    assert _sheet_lines(devices) == [
+        "cuda:0: not measured; data sheet of H100 SXM: f32 67, tf32 495, bf16 989, f16 989 TFLOP/s",
+        "cuda:1: not measured; data sheet of T4: f32 8.1, f16 65 TFLOP/s",
+    ]
+    # The control: processors are measured.
+    assert _sheet_lines(devices[:1]) == []

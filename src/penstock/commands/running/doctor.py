@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import add_settings, settings_from
+from penstock.ir.cluster.gpus import sheet_of
 from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, setting
@@ -17,6 +19,7 @@ from penstock.support.words import shown_bytes
 
 if TYPE_CHECKING:
     from penstock.doctor.examine import DoctorReport
+    from penstock.ir.cluster.cluster import Device
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,18 @@ def _plain(report: DoctorReport) -> dict[str, object]:
     }
 
 
+def _sheet_lines(devices: Sequence[Device]) -> list[str]:
+    """Return what data sheets say of GPUs, whose rates are not measured."""
+    lines = []
+    for device in devices:
+        if device.kind == "cuda":
+            sheet = sheet_of(device.target)
+            rates = {"f32": sheet.f32, "tf32": sheet.tf32, "bf16": sheet.bf16, "f16": sheet.f16}
+            listed = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in rates.items() if rate)
+            lines.append(f"{device.name}: not measured; data sheet of {sheet.card}: {listed} TFLOP/s")
+    return lines
+
+
 def _lines(report: DoctorReport) -> list[str]:
     lines = []
     for host in report.hosts:
@@ -151,7 +166,8 @@ def _lines(report: DoctorReport) -> list[str]:
         "elements",
         "kernel us",
     ]
-    lines += [table(heads, rows), "", "columns products to elements: share of GFLOP/s that this work reaches", ""]
+    shares_of = "columns products to elements: share of GFLOP/s that this work reaches"
+    lines += [table(heads, rows), "", shares_of, *_sheet_lines(report.cluster.devices), ""]
     wires = [[c.kind, f"{c.bandwidth / 1e9:.3g}", f"{c.latency * 1e6:.1f}"] for c in report.cluster.classes]
     wires += [
         [f"{link.a} - {link.b}", f"{link.bandwidth / 1e9:.3g}", f"{link.latency * 1e6:.1f}"]
