@@ -10,7 +10,9 @@ Zeros are taken for zero also where they meet an infinity of the model's own num
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
+from penstock.ir.attrs import Attr
 from penstock.ir.graph import Op
 from penstock.ir.ops import OPS
 from penstock.ir.types import TensorType
@@ -19,7 +21,7 @@ ZERO, FINITE, ANYTHING = 0, 1, 2
 
 _KEEP = {
     "neg", "abs", "sign", "floor", "round", "sin", "atan", "tanh", "erf", "relu", "detach", "gelu", "cast",
-    "reshape", "transpose", "broadcast", "slice", "concat", "pad", "sum", "mean",
+    "reshape", "transpose", "slice", "concat", "sum", "mean",
 }  # fmt: skip
 _FINITE = {"not", "equal", "less", "less_equal", "and", "or", "const", "iota", "random"}
 # A finite number makes a finite number, an infinity or a nan may stay one.
@@ -44,6 +46,11 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
     zero = False
     if op.kind in _KEEP:
         return (largest,) * count
+    if op.kind == "pad":
+        return (max(largest, _state_of(op.attrs.get("value", 0.0))),) * count
+    if op.kind == "broadcast":
+        # Where padding comes with the new dimensions, the operand's own numbers are repeated there.
+        return (max(largest, ZERO if _covers(op.ins[0].type, op.outs[0].type) else FINITE),) * count
     if op.kind in _FINITE:
         return (FINITE,) * count
     if op.kind in _BOUNDED:
@@ -72,6 +79,11 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
     else:
         return (ANYTHING,) * count
     return (ZERO if zero else max(FINITE, *every),) * count
+
+
+def _state_of(number: Attr) -> int:
+    """Return the state of padding that holds one number."""
+    return ANYTHING if isinstance(number, float) and not isfinite(number) else FINITE if number else ZERO
 
 
 def _covers(operand: TensorType, result: TensorType) -> bool:

@@ -49,6 +49,16 @@ BODIES = {
         "%c : f64[] = const(value=-1e6, dtype=f64)\n%a : f64[6,5] = abs(%b)\n%s : f64[6,5] = mul(%a, %c)\n"
         "%m : f64[6,1] = max(%s, axes=[1], keep=true)\n%v : f64[6,5] = sub(%s, %m)\n%h : f64[6,5] = exp(%v)"
     ),
+    # The rows that a pad adds have ones at padding, too.
+    "pad with ones": (
+        "%w : f64[8,5] = pad(%b, low=[1,0], high=[1,0], value=1.0)\n%t : f64[8,1] = sum(%w, axes=[1], keep=true)\n"
+        "%s : f64[6,1] = slice(%t, start=[0,0], stop=[6,1], step=[1,1])\n%h : f64[6,5] = mul(%b, %s)"
+    ),
+    # Six rows on four devices: the last part has two rows of padding, in which the bias is repeated.
+    "broadcast": (
+        "%rows : f64[6,5] = broadcast(%p.bias, shape=[6,5])\n%v : f64[6,5] = sin(%rows)\n"
+        "%s : f64[1,5] = sum(%v, axes=[0], keep=true)\n%h : f64[6,5] = mul(%b, %s)"
+    ),
 }
 
 
@@ -56,7 +66,10 @@ def case_of(body: str) -> DrawnProgram:
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     calls = parse_pipeline("simplify, autodiff, optimizer{kind=momentum,lr=0.1}, simplify", PASSES)
     module = run_passes(parse_module(_TEXT.format(body=lines), "case.ir"), calls, PASSES)
-    return laid_program(module, "a=2", ("up=[_,/a]", "bias=[/a]", "h=[_,/a]"))
+    given = ("up=[_,/a]", "bias=[/a]", "h=[_,/a]")
+    if "%rows" in body:
+        return laid_program(module, "b=4,a=2", (*given, "rows=[/b,/a]"))
+    return laid_program(module, "a=2", given)
 
 
 def leaks(case: DrawnProgram) -> list[str]:
@@ -81,6 +94,8 @@ def test_padding_reaches_no_sum_and_no_variable(name: str) -> None:
         ("sigmoid of nan", {"_BOUNDED": set(), "_FINITE": {*padding._FINITE, "sigmoid"}}),
         ("cosine of an infinity", {"_BOUNDED": set(), "_FINITE": {*padding._FINITE, "cos"}}),
         ("exp of a large number", {"_FINITE": {*padding._FINITE, "exp"}}),
+        ("pad with ones", {"_state_of": lambda number: padding.ZERO}),
+        ("broadcast", {"_covers": lambda operand, result: True}),
     ],
 )
 def test_control_states_that_promise_too_much_are_noticed(name, tables, monkeypatch: pytest.MonkeyPatch) -> None:
