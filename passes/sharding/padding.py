@@ -23,7 +23,7 @@ _KEEP = {
     "neg", "abs", "sign", "floor", "round", "sin", "atan", "tanh", "erf", "relu", "detach", "gelu", "cast",
     "reshape", "transpose", "slice", "concat", "sum", "mean",
 }  # fmt: skip
-_FINITE = {"not", "equal", "less", "less_equal", "and", "or", "const", "iota", "random"}
+_FINITE = {"not", "equal", "less", "less_equal", "and", "or", "iota", "random"}
 # A finite number makes a finite number, an infinity or a nan may stay one.
 _BOUNDED = {"cos", "sigmoid"}
 # All operands zero make zero.
@@ -35,6 +35,9 @@ _FACTORS = {
 }  # fmt: skip
 # The operands of which one is enough: a gelu has a slope at zero.
 _ELEMENTWISE = {"mul": (0, 1), "relu_grad": (0, 1), "gelu_grad": (1,)}
+
+# What a choice may take of an operand without padding: an infinity that the model's own elements do not choose.
+_CHOSEN = ANYTHING
 
 
 def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
@@ -51,6 +54,8 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
     if op.kind == "broadcast":
         # Where padding comes with the new dimensions, the operand's own numbers are repeated there.
         return (max(largest, ZERO if _covers(op.ins[0].type, op.outs[0].type) else FINITE),) * count
+    if op.kind == "const":
+        return (max(FINITE, _state_of(op.attrs["value"])),) * count
     if op.kind in _FINITE:
         return (FINITE,) * count
     if op.kind in _BOUNDED:
@@ -67,7 +72,8 @@ def padding_of(op: Op, ins: Sequence[int | None]) -> tuple[int, ...]:
         zero = max(every) <= FINITE and (largest == ZERO or alone)
     elif op.kind == "where":
         whole = all(_covers(x.type, op.outs[0].type) for x in op.ins[1:])
-        return (max(*every[1:], ZERO if whole else FINITE),) * count
+        chosen = [_CHOSEN if state is None else state for state in ins[1:]]
+        return (max(*chosen, ZERO if whole else FINITE),) * count
     elif op.kind == "div":
         return (ZERO if every[0] == ZERO and ins[1] is None else ANYTHING,) * count
     elif op.kind == "attention":

@@ -96,5 +96,5 @@ def _same(parts: Sequence[np.ndarray], type: TensorType, mesh: Mesh, right: np.n
         whole = put_together(parts, type, mesh)
     except AssertionError:
         return False
-    scale = max(1.0, float(np.abs(right).max(initial=0)))
+    scale = max(1.0, float(np.abs(right[np.isfinite(right)]).max(initial=0)))
     return bool(np.allclose(whole, right, rtol=tolerance, atol=tolerance * scale))

@@ -54,6 +54,11 @@ BODIES = {
         "%w : f64[8,5] = pad(%b, low=[1,0], high=[1,0], value=1.0)\n%t : f64[8,1] = sum(%w, axes=[1], keep=true)\n"
         "%s : f64[6,1] = slice(%t, start=[0,0], stop=[6,1], step=[1,1])\n%h : f64[6,5] = mul(%b, %s)"
     ),
+    # Padding alone is zero, and becomes an infinity.
+    "where of an infinity": (
+        "%o : f64[] = const(value=0.0, dtype=f64)\n%i : f64[] = const(value=inf, dtype=f64)\n"
+        "%w : bool[6,5] = equal(%b, %o)\n%h : f64[6,5] = where(%w, %i, %b)"
+    ),
     # Six rows on four devices: the last part has two rows of padding, in which the bias is repeated.
     "broadcast": (
         "%rows : f64[6,5] = broadcast(%p.bias, shape=[6,5])\n%v : f64[6,5] = sin(%rows)\n"
@@ -95,6 +100,7 @@ def test_padding_reaches_no_sum_and_no_variable(name: str) -> None:
         ("cosine of an infinity", {"_BOUNDED": set(), "_FINITE": {*padding._FINITE, "cos"}}),
         ("exp of a large number", {"_FINITE": {*padding._FINITE, "exp"}}),
         ("pad with ones", {"_state_of": lambda number: padding.ZERO}),
+        ("where of an infinity", {"_CHOSEN": padding.FINITE}),
         ("broadcast", {"_covers": lambda operand, result: True}),
     ],
 )
