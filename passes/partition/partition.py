@@ -201,6 +201,25 @@ def _slowest_seconds(
     ]
 
 
+def _backward_edges(backward: Graph, index: Mapping[Value, int]) -> set[tuple[int, int]]:
+    """Return edges between operations of which the backward of one reads what the other, or its backward, makes. Where
+    tensors are split, an operation may itself read another view than its backward, so that nothing else orders the
+    two. `index` has the operation that makes a value."""
+    position = {v.name: i for v, i in index.items()}
+    # The operations behind each value of the backward graph; sums of gradients belong to none.
+    behind: dict[str, frozenset[int]] = {}
+    edges = set()
+    for op in backward.ops:
+        user = position.get(str(op.attrs.get("of", "")))
+        sources = frozenset[int]().union(*(behind.get(v.name, frozenset()) for v in op.ins))
+        if user is not None:
+            saved = {i for v in op.ins if (i := position.get(v.name, user)) < user}
+            edges |= {(min(i, user), max(i, user)) for i in sources | saved if i != user}
+            sources = frozenset({user})
+        behind |= dict.fromkeys((v.name for v in op.outs), sources)
+    return edges
+
+
 class _Costs:
     """Prefix sums of operation times per stage, and transfer times per cut and pair of neighbours."""
 
@@ -241,6 +260,8 @@ class _Costs:
         self._values = [(frozenset(where), travelling(v.type, wire) * float(trips)) for v, where in users.items()]
         self._edges = [(index[v], i) for v, where in users.items() for i in where if i != index[v]]
         if backward is not None:
+            if any(op.kind == "reshard" for graph in (forward_graph(module), backward) for op in graph.ops):
+                self._edges += sorted(_backward_edges(backward, index) - set(self._edges))
             self._values += [
                 (frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches)
                 for n, where in readers(chain, self.params).items()

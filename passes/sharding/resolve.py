@@ -76,6 +76,8 @@ class Resolution:
                 for i, value in enumerate(op.ins):
                     self._readers.setdefault(value.name, []).append((op, i))
         self._whole = {v.name for graph in graphs for v in graph.outs}
+        # The places of operations in the forward graph, by what they make.
+        self.forward_places = {v.name: i for i, op in enumerate(graphs[0].ops) for v in op.outs} if graphs else {}
         # New names of results that are laid out anew at once: backward operations belong to who makes these.
         self.raw_names: dict[str, str] = {}
         # Values that are likely to be partial sums.
@@ -244,10 +246,12 @@ class _GraphResolution:
         if known is not None:
             return known
         maker = self.makers.get(value.name)
-        operand = self._viewed(maker, value, t) if maker is not None and maker.kind in _MOVES else None
+        operand = self._viewed(maker, value, t, op) if maker is not None and maker.kind in _MOVES else None
         name = self.all.namer.fresh(f"{value.name}.laid")
         if operand is not None and maker is not None:
-            self._emit(Op(maker.kind, (operand,), (Value(name, t),), maker.attrs, maker.loc))
+            later = self._later(maker, op)
+            attrs = maker.attrs if later is maker else {**maker.attrs, "of": later.attrs["of"]}
+            self._emit(Op(maker.kind, (operand,), (Value(name, t),), attrs, maker.loc))
         elif maker is not None and maker.kind == "const" and not isinstance(maker.attrs.get("value"), tuple):
             self._emit(Op("const", (), (Value(name, t),), maker.attrs, maker.loc))
         else:
@@ -256,10 +260,18 @@ class _GraphResolution:
         self.adapted[value.name, t] = self.env[name]
         return self.env[name]
 
-    def _viewed(self, view: Op, value: Value, t: TensorType) -> Value | None:
+    def _viewed(self, view: Op, value: Value, t: TensorType, reader: Op | None) -> Value | None:
         """Return the operand of a view laid out so that the view of it is of type t; None where no layout does that."""
         operand = self._before_view(view, value, t)
-        return self._adapt(view.ins[0], operand, view) if operand is not None else None
+        return self._adapt(view.ins[0], operand, self._later(view, reader)) if operand is not None else None
+
+    def _later(self, view: Op, reader: Op | None) -> Op:
+        """Return the one of a view and what reads it whose forward operation comes later. That one's stage has
+        everything that the two need: gradients go from later stages to earlier ones."""
+        of, reads_for = (str(op.attrs.get("of", "")) if op is not None else "" for op in (view, reader))
+        place = self.all.forward_places
+        later = of in place and reads_for in place and place[reads_for] > place[of]
+        return reader if later and reader is not None else view
 
     def _before_view(self, view: Op, value: Value, t: TensorType) -> TensorType | None:
         """Return the layout of a view's operand that makes its result of type t; None where no layout does that."""
