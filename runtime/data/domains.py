@@ -30,6 +30,8 @@ from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.ops import complete_attrs, definition
 from penstock.ir.types import FLOATS, TensorType, numpy_dtype
 
+from .ranges import MOVING, counted_from_the_end
+
 # A factor from which on a term hides a score.
 _HIDES = 1e3
 _BYTES = {"u8": (0, 256), "i8": (-128, 128)}
@@ -107,6 +109,7 @@ class _Walk:
         self.graph, self.shared, self.uses = graph, shared, uses
         self.lines = {value.name: shared[value.name] for value in graph.ins if value.name in shared}
         self.bounds: dict[str, _Range] = {}
+        self.makers = {v.name: op for op in graph.ops for v in op.outs}
 
     def run(self) -> None:
         """Follow the input through the graph, and record what goes on to others."""
@@ -148,7 +151,7 @@ class _Walk:
         kind, lines = op.kind, [self.lines[v.name] for v in op.ins if v.name in self.lines]
         if (kind == "cast" and op.outs[0].type.dtype != "bool") or definition(kind).family == "layout":
             return lines[0]
-        if kind in ("detach", "minimum", "maximum"):
+        if kind in ("detach", "minimum", "maximum", *MOVING):
             return lines[0]
         if kind == "where":
             # Negative places have the size added to them; those that are drawn are not negative.
@@ -179,6 +182,8 @@ class _Walk:
             self._limit(op.ins[1].name, rows)
         elif kind in ("cross_entropy", "cross_entropy_grad") and op.ins[1].name in self.lines:
             self._limit(op.ins[1].name, op.ins[0].type.dims[-1])
+        elif (size := counted_from_the_end(op, self.makers)) is not None and op.ins[2].name in self.lines:
+            self._limit(op.ins[2].name, size)
         elif kind in ("equal", "less", "less_equal"):
             self._compared(op)
         elif kind == "rem" and op.ins[0].name in self.lines and (other := self.bounds.get(op.ins[1].name)) is not None:
