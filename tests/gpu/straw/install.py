@@ -107,6 +107,13 @@ def _to(before: Callable[..., Any], self: torch.Tensor, *args: Any, **options: A
     return source
 
 
+def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    if not isinstance(data, torch.Tensor):
+        return torch.tensor(data, dtype=dtype, device=device)
+    moved = data if device is None else data.to(device)
+    return moved if dtype is None else moved.to(dtype)
+
+
 def install(folder: Path) -> Devices:
     """Load the libraries in a folder, and let torch have their devices."""
     if torch_device.installed():
@@ -132,6 +139,7 @@ def install(folder: Path) -> Devices:
         setattr(torch.cuda, name, answer)
     for name, finish in (("empty", None), ("zeros", True), ("ones", True), ("full", True), ("tensor", True)):
         setattr(torch, name, _factory(getattr(torch, name), finish))
+    torch.as_tensor = _as_tensor  # type: ignore[assignment]
     before = torch.Tensor.to
     torch.Tensor.to = lambda self, *args, **options: _to(before, self, *args, **options)  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, device=None: _pinned(self.shape, self.dtype).copy_(self)  # type: ignore[method-assign]

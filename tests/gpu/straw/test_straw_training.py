@@ -50,4 +50,5 @@ def test_control_messages_that_are_sent_before_their_copy_is_done_are_noticed(
 ) -> None:
     """A stage sends from pinned memory; here it does not wait for the copy into it."""
     (said,) = program("training", tmp_path, json.dumps([{"devices": "sm_90,cpu"}]), STRAW_LATE="1")
-    assert not np.allclose(said["losses"], said["expected"], rtol=1e-2)
+    # Poison is NaN, which metrics write as a word.
+    assert not np.allclose([float(x) for x in said["losses"]], said["expected"], rtol=1e-2)
