@@ -3,6 +3,8 @@
     python benchmarks/compile_time.py                 GPT-2 small, two stages, 2bw: half a minute
     python benchmarks/compile_time.py --torch --tvm   also torch.compile, and inference by TVM's default pipeline:
                                                       minutes
+    python benchmarks/compile_time.py --mesh tp=2 --shard preset:megatron
+                                                      one stage, split over two devices
     python benchmarks/compile_time.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64
 
 Every compile is a process of its own with its own cache folder: cold (an empty cache), kernels (all kernels are in the
@@ -17,6 +19,9 @@ processes, which other work on the machine changes little.
     kernels    TIR, LLVM, object files; in parallel
     link       Relax and g++, one library per stage; in parallel
     bundle     weights, hashes, flushing to disk
+
+With --mesh and --shard the share of the passes that split tensors, `shard` and `localize` with what verifies them, is
+printed as well.
 
 torch.compile is timed as its users see it: the first step of training (forward and backward of one microbatch, with an
 empty cache) less a later one. torch has the whole model in one process.
@@ -49,9 +54,26 @@ BEGIN = time.perf_counter()
 PHASES = ("import", "frontend", "passes", "lowering", "kernels", "link", "bundle")
 STATES = ("cold", "kernels", "warm")
 INFERENCE = "inference"
+# The passes that split tensors.
+SPLITTING = ("shard", "localize")
 
 
-def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, jobs: int | None) -> dict[str, Any]:
+class PassClock:
+    """The seconds of every pass, with what verifies it: a display of progress, which is told each pass as it begins."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._name, self._begin = "", 0.0
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._begin
+        self._name, self._begin = what, now
+
+
+def compile_once(
+    shape_text: str, model_file: str, schedule: str, bundle: Path, jobs: int | None, mesh: str, shard: str
+) -> dict[str, Any]:
     """Compile in this process, as `penstock compile` does, and return seconds by phase."""
     from dataclasses import replace
 
@@ -72,8 +94,16 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
     cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
     optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
     training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
+    clock = PassClock()
     plan = ps.plan(
-        model, cluster, None if infers else training, schedule="1f1b" if infers else schedule, precision=shape.precision
+        model,
+        cluster,
+        None if infers else training,
+        schedule="1f1b" if infers else schedule,
+        precision=shape.precision,
+        mesh=mesh,
+        shard=shard,
+        progress=clock,
     )
     marks.append(time.perf_counter())
     with tempfile.TemporaryDirectory() as scratch, LibraryBuilder(CompileOptions(jobs=jobs)) as builder:
@@ -103,6 +133,7 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
         "link": counts.link_s,
         "bundle": took[4],
         "processor": processor_seconds(),
+        "splitting": sum(clock.seconds.get(name, 0.0) for name in SPLITTING),
         "found": f"{counts.compiled} of {counts.kernels} kernels compiled" if counts.kernels else "libraries found",
     }
 
@@ -206,6 +237,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 arguments.schedule,
                 str(folder / "bundle"),
                 str(arguments.jobs or 0),
+                arguments.mesh,
+                arguments.shard,
             ]
             row = child(words, {"PENSTOCK_CACHE": str(cache)})
             row["import"] += row["total"] - sum(
@@ -221,6 +254,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
     if arguments.tvm:
         words = ["compile", shape.to_json(), str(model), INFERENCE, str(folder / "inference"), str(arguments.jobs or 0)]
+        words += ["", ""]
         inference = {"penstock": child(words, {"PENSTOCK_CACHE": str(folder / "inference-cache")})}
         inference["tvm"] = child(["tvm", str(model), str(folder / "tvm.so"), "runs" if arguments.run else ""], {})
         if arguments.torch:
@@ -252,6 +286,9 @@ def report(result: dict[str, Any]) -> None:
     for state, rows in result["states"].items():
         totals = ", ".join(f"{row['total']:.1f}" for row in rows)
         print(f"{state}: {rows[0]['found']}, totals {totals} s")
+        if splitting := statistics.median(row["splitting"] for row in rows):
+            share = statistics.median(row["splitting"] / row["total"] for row in rows)
+            print(f"{state}: {' and '.join(SPLITTING)} take {splitting:.2f} s, {share:.0%} of the total")
     ours = {"training": statistics.median(row["total"] for row in result["states"]["cold"])}
     for what in (name for name in ("training", "inference") if name in result):
         for name, row in result[what].items():
@@ -273,7 +310,7 @@ def main() -> int:
         elif what == "tvm":
             answer = tvm_once(*words)
         else:
-            answer = compile_once(words[0], words[1], words[2], Path(words[3]), int(words[4]) or None)
+            answer = compile_once(words[0], words[1], words[2], Path(words[3]), int(words[4]) or None, *words[5:])
         print(json.dumps(answer), file=out, flush=True)
         return 0
     arguments = _arguments()
@@ -292,6 +329,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape_arguments(parser)
     parser.add_argument("--schedule", default="2bw", help="default: 2bw")
+    parser.add_argument("--mesh", default="", help="axes of the devices of a stage, such as tp=2")
+    parser.add_argument("--shard", default="", help="layouts, such as preset:megatron")
     parser.add_argument("--rounds", type=int, default=1, help="compiles of each kind (default: 1)")
     parser.add_argument("--jobs", type=int, help="processes to compile with (default: one per core)")
     parser.add_argument("--torch", action="store_true", help="time torch.compile, too")

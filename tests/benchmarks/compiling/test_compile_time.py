@@ -29,3 +29,15 @@ def test_cold_and_warm_are_what_they_say(tmp_path: Path) -> None:
     phases = ("import", "frontend", "passes", "lowering", "kernels", "link", "bundle")
     for row in (cold, kernels, warm):
         assert row["total"] == pytest.approx(sum(row[phase] for phase in phases))
+
+
+@pytest.mark.slow
+def test_passes_that_split_tensors_have_their_share(tmp_path: Path) -> None:
+    """The two passes take some of the time of all passes. Control: where nothing is split they take none."""
+    split = ["--schedule", "1f1b", "--mesh", "tp=2", "--shard", "preset:megatron"]
+    rows = [
+        run_benchmark("compile_time", [*SMALL.split(), *words], tmp_path)[0]["states"]["warm"][0]
+        for words in (split, [])
+    ]
+    assert 0 < rows[0]["splitting"] < rows[0]["passes"]
+    assert rows[1]["splitting"] == 0
