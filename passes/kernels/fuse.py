@@ -204,7 +204,7 @@ class _Fuser:
         """Return whether a concatenation of parts of one fixed variable is read by products alone, which pack it."""
         homes = set()
         for value in op.ins:
-            while (maker := self.makers.get(value)) is not None and maker.outs[0] in self.inlined:
+            while (maker := self.makers.get(value)) is not None and value in self.inlined and maker.kind in VIEWS:
                 value = maker.ins[0]
             homes.add(value)
         return (
