@@ -102,7 +102,7 @@ def compile_once(
         schedule="1f1b" if infers else schedule,
         precision=shape.precision,
         mesh=mesh,
-        shard=shard,
+        shard=shard or (),
         progress=clock,
     )
     marks.append(time.perf_counter())
