@@ -22,6 +22,7 @@ from penstock.backends.interface import CompileOptions
 from penstock.backends.tvm.cuda.build import build_graphs
 from penstock.backends.tvm.cuda.devices import find_device
 from penstock.backends.tvm.cuda.load import CudaProgram
+from penstock.ir.types import FLOATS
 
 from . import libraries
 from .torch_device import devices
@@ -31,7 +32,8 @@ STRAW = devices()
 
 def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> dict[str, object]:
     """Run samples of rows; return what there is to say."""
-    samples: list[Sample] = [s for kind in kinds for s in samples_of(kind)[:most]]
+    fitting = {kind: [s for s in samples_of(kind) if library == "none" or has_call(s)] for kind in kinds}
+    samples: list[Sample] = [s for kind in kinds for s in fitting[kind][:most]]
     graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(samples)]
     if library != "none":
         graphs = [replace(g, ops=tuple(op.with_attrs(library=library) for op in g.ops)) for g in graphs]
@@ -46,6 +48,11 @@ def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> di
     del program
     blocks.append(held())
     return {"wrong": wrong, "report": libraries.report(STRAW.runtime), "blocks": blocks, "samples": len(samples)}
+
+
+def has_call(s: Sample) -> bool:
+    """Return whether a library computes a sample."""
+    return s.dtype in FLOATS and all(v.type.size for v in (*s.op.ins, *s.op.outs))
 
 
 def held() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.backends.tvm.cuda.kernels.generate import KINDS
+from penstock.backends.tvm.cuda.torch_calls import CALLS
 
 # One of each way to use threads and memory.
 SOME = ("gelu", "transpose", "sum", "softmax", "matmul", "max_pool_grad", "gather_grad", "attention_grad")
@@ -24,6 +25,13 @@ def test_rows_agree_with_the_interpreter_and_leave_nothing_behind(program: Calla
 @pytest.mark.parametrize("part", range(8))
 def test_every_sample_of_every_row(part: int, program: Callable[..., Any], tmp_path: Path) -> None:
     check(program("rows", tmp_path, 1000, "none", *sorted(KINDS)[part::8], timeout=3000))
+
+
+@pytest.mark.slow
+def test_library_calls(program: Callable[..., Any], tmp_path: Path) -> None:
+    """Torch computes, on the stream that kernels run on, and with the kernels' memory. Attention without a mask is tried by trainings; with one, torch
+    makes tensors on the way that the stand-in of its devices does not have."""
+    check(program("rows", tmp_path, 4, "torch", *sorted(set(CALLS) - {"attention", "attention_grad"})))
 
 
 def check(said: dict[str, Any]) -> None:
