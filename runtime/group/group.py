@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +27,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.schedule import SENDS, Schedule
 from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
+from penstock.support.terminal import say
 from penstock.support.words import itemised
 
 from .neighbours import End, can_see_stores, connect, connect_pairs, ends_of, identity
@@ -217,7 +217,7 @@ class RankGroup:
 
 
 def _end_with(error: PenstockError) -> None:
-    print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+    say(f"penstock: error: {error}")
     os._exit(error.exit_code)
 
 

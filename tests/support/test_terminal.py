@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.support.terminal import say
+from penstock.support.terminal import PATIENCE, Progress, say
 
 LINES, LENGTH = 40, 5000
 # Writes more than a pipe holds to one that does not block.
 WRITES = f"""
 import fcntl, os
-from penstock.support.terminal import say
+from penstock.support.terminal import PATIENCE, Progress, say
 fcntl.fcntl(2, fcntl.F_SETFL, os.O_NONBLOCK)
 for i in range({LINES}):
     say(f"{{i}} " + "x" * {LENGTH})
@@ -70,3 +70,16 @@ def test_a_command_whose_streams_are_closed(closed: str) -> None:
     command = f'exec "$0" -m penstock passes {closed}'
     done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_progress_waits_two_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Work that ends soon shows nothing, whatever it says."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress("plan", after=PATIENCE)
+    progress(1, 10, "ideals")
+    progress(10, 10, "ideals")
+    now[0] += 60.0
+    progress(2, 10, "ideals")
+    progress.close()
+    assert capsys.readouterr().err == "plan 2/10 ideals\n"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.commands.compiling.placement import _Patient
 from penstock.commands.parser import main
 
 CHAIN = 6
@@ -101,14 +100,3 @@ def test_problems_of_a_file_are_named(file: Path, capsys: pytest.CaptureFixture[
     assert str(file) in message
     assert "there are no nodes" in message
     assert "maxFPGAs is missing" in message
-
-
-def test_progress_waits_two_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    progress = _Patient()
-    progress(1, 10, "ideals")
-    now[0] += 60.0
-    progress(2, 10, "ideals")
-    progress.close()
-    assert capsys.readouterr().err == "plan 2/10 ideals\n"
