@@ -1,6 +1,6 @@
 """Where the time of a training step goes on two cores: the account of `penstock inspect --where-time-goes`, as a table.
 
-    python benchmarks/step_account.py                                   GPT-2 small under 2bw and 1f1b
+    python benchmarks/step_account.py                                   GPT-2 small under 2bw, eager-2bw and 1f1b
     python benchmarks/step_account.py --layers 4 --json account.json    four layers of the same width
     python benchmarks/step_account.py --model resnet                    ResNet-50
 
@@ -31,7 +31,7 @@ from penstock_contender import compile_model
 from processes import allowed_cores
 from training_shape import Shape, add_shape_arguments, shape_of, write_model
 
-SCHEDULES = ("2bw", "1f1b")
+SCHEDULES = ("2bw", "eager-2bw", "1f1b")
 _SECONDS = 1800
 
 
@@ -41,7 +41,9 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=8, help="steps of a traced run, of which 3 do not count (default: 8)"
     )
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help="default: 2bw 1f1b")
+    parser.add_argument(
+        "--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help=f"default: {' '.join(SCHEDULES)}"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the accounts")
     arguments = parser.parse_args()
     shape, cores = shape_of(arguments), allowed_cores()[:2]

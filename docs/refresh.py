@@ -387,6 +387,20 @@ def exported_models() -> str:
     return "\n".join([markdown(*table_of(document["rows"])), "", *sentences]) + "\n"
 
 
+def step_accounts() -> str:
+    """Where the time of a training step went in the committed runs, model by model."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from machine import markdown
+    from step_account import table_of
+
+    parts = []
+    for path in sorted((HERE.parent / "benchmarks/results").glob("step_account-*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        facts = [f"* {key}: {document['facts'][key]}" for key in ("model", "data", "peak")]
+        parts.append("\n".join([*facts, "", markdown(*table_of(document))]))
+    return "\n\n".join(parts) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
     "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
@@ -429,6 +443,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "collective-times": collective_times,
     "export-verdicts": export_verdicts,
     "exported-models": exported_models,
+    "step-accounts": step_accounts,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
     "all-commands": reference("commands"),
     "python": reference("python"),
