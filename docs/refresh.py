@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +26,6 @@ def block(text: str) -> str:
 
 def docstring(module: str, first: str, last: str | None = None) -> str:
     """Lines of a module's docstring, from the one that begins with `first` up to (not with) the one that begins with `last`."""
-    from importlib import import_module
     from inspect import cleandoc
 
     lines = cleandoc(import_module(module).__doc__ or "").splitlines()
@@ -346,34 +346,17 @@ def export_verdicts() -> str:
     return "\n".join(lines) + "\n"
 
 
-def small_models() -> str:
-    """What a call of small models took in the committed run, by where they compute."""
-    sys.path.append(str(HERE.parent / "benchmarks"))
-    from machine import markdown
-    from one_process import table_of
+def committed_table(benchmark: str) -> Callable[[], str]:
+    """Return what makes the table of a benchmark of its committed run."""
 
-    document = json.loads((HERE.parent / "benchmarks/results/one_process.json").read_text(encoding="utf-8"))
-    return markdown(*table_of(document["rows"])) + "\n"
+    def make() -> str:
+        sys.path.append(str(HERE.parent / "benchmarks"))
+        from machine import markdown
 
+        document = json.loads((HERE.parent / f"benchmarks/results/{benchmark}.json").read_text(encoding="utf-8"))
+        return markdown(*import_module(benchmark).table_of(document["rows"])) + "\n"
 
-def split_training() -> str:
-    """What split training took in the committed run, beside torch and beside one process."""
-    sys.path.append(str(HERE.parent / "benchmarks"))
-    from machine import markdown
-    from tensor_parallel import table_of
-
-    document = json.loads((HERE.parent / "benchmarks/results/tensor_parallel.json").read_text(encoding="utf-8"))
-    return markdown(*table_of(document["rows"])) + "\n"
-
-
-def collective_times() -> str:
-    """What collectives took in the committed run."""
-    sys.path.append(str(HERE.parent / "benchmarks"))
-    from collectives import table_of
-    from machine import markdown
-
-    document = json.loads((HERE.parent / "benchmarks/results/collectives.json").read_text(encoding="utf-8"))
-    return markdown(*table_of(document["rows"])) + "\n"
+    return make
 
 
 def exported_models() -> str:
@@ -438,9 +421,9 @@ PARTS: dict[str, Callable[[], str]] = {
     **results(),
     "failure-trials": failure_trials,
     "long-run": long_run,
-    "small-models": small_models,
-    "split-training": split_training,
-    "collective-times": collective_times,
+    "small-models": committed_table("one_process"),
+    "split-training": committed_table("tensor_parallel"),
+    "collective-times": committed_table("collectives"),
     "export-verdicts": export_verdicts,
     "exported-models": exported_models,
     "step-accounts": step_accounts,

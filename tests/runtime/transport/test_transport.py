@@ -4,9 +4,7 @@ the rank that waited and its peer."""
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
-import time
 
 import pytest
 
@@ -17,40 +15,16 @@ from penstock.runtime.group.neighbours import identity
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import DoesNotFit, PeerLost, UsageError, VerifyError
 
-from ..waiting import wait_until
 from . import peers
+from .pairs import FORKS, pair_of
 
-FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([peers.__name__])
 
 
 @pytest.fixture
 def talk(tmp_path):
-    """talk(scenario) runs it; per rank the exit code and the last thing said, and the time it took after the start."""
-    logs = [tmp_path / "rank0", tmp_path / "rank1"]
-
-    def port_of():
-        text = logs[0].read_text() if logs[0].exists() else ""
-        return int(text.splitlines()[0]) if "\n" in text else None
-
-    def run(scenario, seconds=40):
-        processes = [FORKS.Process(target=peers.speak, args=(scenario, 0, 0, logs[0]))]
-        processes[0].start()
-        try:
-            assert wait_until(port_of, seconds)
-            processes.append(FORKS.Process(target=peers.speak, args=(scenario, 1, port_of(), logs[1])))
-            processes[1].start()
-            started = time.monotonic()
-            for process in processes:
-                process.join(seconds)
-            took = time.monotonic() - started
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        return [process.exitcode for process in processes], [log.read_text() for log in logs], took
-
-    return run
+    """talk(scenario) runs it (pairs.py)."""
+    return pair_of(peers, tmp_path)
 
 
 @pytest.mark.parametrize(
