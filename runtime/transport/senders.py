@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -36,6 +36,16 @@ Works = list[tuple[BackgroundWork, torch.Tensor]]
 # Errors of a peer that does not answer or is gone: those of gloo, and those of the system.
 LOST = (RuntimeError, OSError)
 Failures = list[tuple[Action, Exception]]
+
+
+class Outgoing(Protocol):
+    """The place where the messages of a channel leave this rank."""
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return what is to be sent of the values of a microbatch, unchanged from here on."""
+
+    def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
+        """Start to send it; works that are not done when this returns are to be waited for, in order."""
 
 
 class Sender(threading.Thread):

@@ -4,28 +4,18 @@ A channel is (source rank, destination rank, phase). The values of the edge betw
 microbatch, in few messages. Large values go straight from and into their tensors, small ones together (ir/messages.py).
 Between ranks that share a host's memory they are copied there (shared_memory.py), and between two GPUs NCCL carries
 them (device_wire.py). Between all others gloo does.
-A message over gloo has the tag
-
-    16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
-
-where the number is that of the microbatch, or of the batch in phases P and N. The phase is 0 to 3 for F, B, P, N,
-and width the largest number of messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order. So two
-channels cannot be mixed up, and a message cannot be taken for that of another microbatch. 4096 keeps the number of tags
-bounded.
-
 Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its
 receiver computes. A receive that finds its channel full is posted as soon as one before it is taken, while that one is
 waited for. Gloo moves data in its own thread. A send holds its tensor until the peer has it, which one thread per
 channel waits for (senders.py). Every wait has a deadline, and a failure names the rank that waited, its peer and the
 message. After a timeout gloo closes the connection, so a timeout is final.
 
-Over gloo, a stage on a GPU sends from pinned host memory. The copy is made on torch's current stream and waited for,
-since gloo reads with the CPU. A receive goes to pinned memory, too, and is copied to the GPU at its action. So every
-edge works for every pair of devices.
+Over gloo, a stage on a GPU sends from pinned host memory. A thread of the channel waits for the copy, and sends then. A
+receive goes to pinned memory, too, and is copied to the GPU at its action. So every edge works for every pair of
+devices, and the rank never waits for its own device (state/device_copies.py).
 
-The ranks of a stage sum up their gradients in place, in the background; an action that needs them waits for the sum.
-Between GPUs that is NCCL's business where torch has it, else gloo's with copies in pinned memory. The device waits for
-NCCL, and the rank goes on (overdue.py).
+The ranks of a stage sum up their gradients in place, in the background; an action that needs them waits for the sum
+(sums.py).
 
 For measurements a transport can have a latency. Sends are then started that much later, by a thread per channel, in
 order, any number of them under way at once. Computations do not wait for it.
@@ -40,7 +30,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -50,33 +40,26 @@ from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import Edge
 from penstock.ir.memory.walk import POSTED, SENDS_TOGETHER
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import PHASES, SENDS, Action
+from penstock.ir.schedule import SENDS, Action
 from penstock.runtime.group.group import Team, time_span
 from penstock.runtime.group.neighbours import End
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import describe
+from penstock.runtime.state.device_copies import DeviceCopies
 from penstock.runtime.state.store import CPU, Recycled
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from penstock.support.words import counted
 
 from .device_wire import DeviceWire
+from .gloo_wire import CopiedWire, GlooWire
 from .overdue import DeviceWork, Overdue
 from .packing import EdgePacking
-from .senders import LOST, BackgroundWork, Failures, LateSender, Sender, Works
+from .senders import LOST, BackgroundWork, Failures, LateSender, Outgoing, Sender, Works
 from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
+from .sums import GradientSums
 
-_FIRST_TAG = 16
-_MICROBATCHES = 4096
 # Values of an edge that an error names.
 _SHOWN = 6
-
-
-def _world() -> dist.ProcessGroup:
-    """Return the group of all ranks. Its own `send` and `recv` take a third of the time of torch's functions around
-    them, which look up the same each time."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -97,16 +80,6 @@ class _Channel:
     link: LateSender | None = None
 
 
-class Outgoing(Protocol):
-    """The place where the messages of a channel leave this rank."""
-
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return what is to be sent of the values of a microbatch, unchanged from here on."""
-
-    def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
-        """Start to send it; works that are not done when this returns are to be waited for, in order."""
-
-
 class Incoming(Protocol):
     """The place where the messages of a channel arrive."""
 
@@ -114,37 +87,6 @@ class Incoming(Protocol):
 
     def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         """Return memory for the messages of a microbatch, and works that wait until they are there."""
-
-
-class GlooWire:
-    """Both ends of a channel over gloo, in memory that gloo can read. `tag` is that of the first message of microbatch
-    0, `width` the messages of one."""
-
-    def __init__(self, peer: int, tag: int, width: int, packing: EdgePacking) -> None:
-        self.peer, self.packing = peer, packing
-        self._tag, self._width = tag, width
-
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return [_on_host(x) for x in self.packing.pack(values)]
-
-    def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
-        tag, group = self._first(mb), _world()
-        return [(group.send([x], self.peer, tag + len(PHASES) * i), x) for i, x in enumerate(prepared)]
-
-    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
-        tag, group = self._first(mb), _world()
-        messages = self.packing.messages()
-        return messages, [group.recv([x], self.peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
-
-    def _first(self, mb: int) -> int:
-        return self._tag + len(PHASES) * (mb % _MICROBATCHES * self._width)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that gloo can read: the tensor, or a pinned copy of it that is complete."""
-    if tensor.device == CPU:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 class RankTransport:
@@ -176,8 +118,6 @@ class RankTransport:
         self._channels: dict[tuple[str, int | None], _Channel] = {}
         self._failed: Failures = []
         self.ledger: Ledger | None = None
-        # Sums under way, by batch: the works, and where copies of them have to go.
-        self._sums: dict[int, tuple[list[dist.Work], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         # The communicators of channels between GPUs, and who looks after what devices wait for.
         self._far: dict[End, dist.ProcessGroup] = {}
         self._overdue: Overdue | None = None
@@ -266,49 +206,31 @@ class RankTransport:
         if self._failed:
             self.check()
         if self.device != CPU and not isinstance(channel.incoming, DeviceWire):
-            # The pinned memory may be used again only when the copy is done, so it is waited for.
-            messages = [message.to(self.device) for message in messages]
+            messages = [self.copies.upload(message) for message in messages]
         assert channel.incoming is not None
         return dict(zip(channel.names, channel.incoming.packing.unpack(messages), strict=True))
+
+    @cached_property
+    def copies(self) -> DeviceCopies:
+        """The copies to and from the rank's GPU."""
+        return DeviceCopies(self.device)
+
+    @cached_property
+    def _sums(self) -> GradientSums:
+        assert self._team is not None, f"rank {self.rank} sums nothing up"
+        on_host = self.device == CPU or self._team.kind != "gloo"
+        return GradientSums(self._team, self.seconds, self._lost_sum, None if on_host else self.copies, self._overdue)
 
     def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Start to sum up tensors over the ranks of the stage, in place; no action may touch them until
         `finish_sum`."""
-        assert self._team is not None, f"{action} on a stage of one rank"
         self.check()
-        works, copies = [], []
-        try:
-            for tensor in tensors:
-                held = tensor
-                if self._team.kind == "gloo" and self.device != CPU:
-                    held = _on_host(tensor)
-                    copies.append((tensor, held))
-                work = dist.all_reduce(held, group=self._team.group, async_op=True)
-                assert work is not None
-                works.append(work)
-                if self._sums_on_device:
-                    self._watch([work], [held], partial(self._lost_sum, action))
-        except RuntimeError as error:
-            raise self._lost_sum(action, error) from error
-        self._sums[action.mb] = (works, copies)
+        self._sums.begin(action, tensors)
 
     def finish_sum(self, action: Action) -> None:
         """Wait for the sum of the batch that an action uses, if it has not been waited for."""
-        works, copies = self._sums.pop(action.mb, ([], []))
-        for work in works:
-            try:
-                if self._sums_on_device:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
-            except RuntimeError as error:
-                raise self._lost_sum(action, error) from error
-        for tensor, held in copies:
-            tensor.copy_(held)
-
-    @property
-    def _sums_on_device(self) -> bool:
-        return self._team is not None and self._team.kind != "gloo"
+        if self._team is not None:
+            self._sums.finish(action)
 
     def _watch(
         self,
@@ -378,10 +300,11 @@ class RankTransport:
             note_sent = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
             # A message to shared memory that has to wait is written by the thread, so it is handed to that at once.
             channel.sender = Sender(self._timeout, self._failed, note_sent, few=SENDS_TOGETHER if near is None else 1)
-            channel.link = LateSender(self._latency, channel.sender, self._failed) if self._latency else None
-            channel.outgoing = (
-                self._wire(action, edge) if near is None else SharedOutgoing(near, edge.values, self.seconds)
-            )
+            wire = self._wire(action, edge) if near is None else SharedOutgoing(near, edge.values, self.seconds)
+            is_copied = self.device != CPU and not isinstance(wire, DeviceWire)
+            channel.outgoing = CopiedWire(wire, self.copies) if is_copied else wire
+            if self._latency or is_copied:
+                channel.link = LateSender(self._latency, channel.sender, self._failed)
         else:
             channel.incoming = (
                 self._wire(action, edge)
@@ -402,12 +325,11 @@ class RankTransport:
 
             packing = EdgePacking(edge.values, Recycled(self.device), self.device)
             return DeviceWire(line, int(peer > self.rank), packing, watch)
-        return GlooWire(
-            peer,
-            _FIRST_TAG + PHASES.index(edge.phase),
-            self._width,
-            EdgePacking(edge.values, self._buffers, self.device),
-        )
+        # A GPU packs in its own memory, and copies whole messages.
+        on_device = self.device != CPU and action.kind in SENDS
+        buffers = Recycled(self.device) if on_device else self._buffers
+        packing = EdgePacking(edge.values, buffers, self.device)
+        return GlooWire(peer, edge.phase, self._width, packing)
 
     def _lost(self, action: Action, error: Exception) -> PenstockError:
         """Return the error for a message that failed: of the peer, or of this process."""

@@ -11,7 +11,7 @@ batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from typing import NamedTuple, Protocol
 
@@ -60,13 +60,22 @@ def retiring(program: Program) -> dict[int, int]:
 
 class ActionStream:
     """The program of one rank from batch `first` on. `receives` never waits; `pop` waits for the feed when it has to.
-    `unit` is how many microbatches the feed counts as one: by default those of a batch."""
+    `unit` is how many microbatches the feed counts as one: by default those of a batch. `idle` is called before it
+    waits."""
 
-    def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed, unit: int | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        first: int,
+        feed: Feed,
+        unit: int | None = None,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._per_batch = schedule.microbatches
         self._unit = unit or schedule.microbatches
         self._units = self._per_batch // self._unit
-        self._first, self._feed = first, feed
+        self._first, self._feed, self._idle = first, feed, idle
         self._raw = self._unroll(schedule.ranks[rank], first)
         self._ahead: deque[Upcoming] = deque()
         # The number of popped actions, the receives ahead with their places, and the last batch or microbatch of the
@@ -119,6 +128,7 @@ class ActionStream:
                 if known is None:
                     if not wait:
                         return
+                    self._idle()
                     self._feed.wait(counted)
                     continue
                 if known:

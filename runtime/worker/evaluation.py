@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from penstock.ir.action_kinds import DROP, FORWARD
 from penstock.ir.batch_shares import loss_stage, microbatch_size
@@ -133,7 +134,7 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts:
         if edge.src == executor.stage and edge.phase == FORWARD
         for value in edge.values
     )
-    losses: dict[int, float] = {}
+    losses: dict[int, torch.Tensor] = {}
     program = _program(module, executor.rank, executor.stage, len(cut))
     following = next(program, None)
     while following is not None:
@@ -145,13 +146,15 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts:
             if action.kind == FORWARD:
                 results = executor.compute(FORWARD, action)
                 if executor.is_loss_stage:
-                    losses[action.mb] = float(results[module.outputs[0]])
+                    losses[action.mb] = results[module.outputs[0]]
                 store.keep_only(action.mb, sent)
             else:
                 executor.perform(action)
     executor.status.show(None)
     transport.flush()
-    return losses
+    # Read in one piece: a GPU would be waited for at each.
+    values = torch.stack(list(losses.values())).tolist() if losses else []
+    return dict(zip(losses, values, strict=True))
 
 
 def _program(module: Module, rank: int, stage: int, count: int) -> Iterator[list[Action]]:

@@ -44,7 +44,7 @@ from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.settings import Settings, learning_rate, settings_of
-from penstock.runtime.state.store import Recycled, Store, as_array, fill
+from penstock.runtime.state.store import CPU, Recycled, Store, as_array, fill
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import VerifyError
@@ -52,6 +52,7 @@ from penstock.support.errors import VerifyError
 from .actions import ActionStream, Feed
 from .feeds import number_of
 from .pace import Pace
+from .readings import Readings
 
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
@@ -121,7 +122,9 @@ class Executor:
             for kind, graph in self.graphs.items()
         }
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
-        self._buffers = Recycled(store.device)
+        self._buffers = Recycled()
+        self._copies = None if store.device == CPU else transport.copies
+        self._readings = Readings(self._copies, self._finish_step)
         self.tables = settings_of(module) if conduct.tables is None else conduct.tables
         self._check = conduct.check
         self._ahead, self._key = conduct.offset // microbatch_size(module), conduct.key
@@ -161,7 +164,6 @@ class Executor:
             if loss_stage(self.module) is not None or not leads(self.module, self.rank)
             else tuple(name for name in self.module.outputs if name in outputs)
         )
-        self._losses: dict[int, list[float]] = {}
         program = self.schedule.ranks[self.rank].batch
         kinds = {action.kind for action in program}
         # The microbatches of a batch that this rank runs.
@@ -185,7 +187,7 @@ class Executor:
                 self.program.hold(name, [self.store.buffer(slot, None) for slot in slots])
             self._held = True
         stream, handlers, expect = (
-            ActionStream(self.schedule, self.rank, first, feed, unit),
+            ActionStream(self.schedule, self.rank, first, feed, unit, self._readings.settle),
             self._handlers,
             self.transport.expect,
         )
@@ -214,8 +216,14 @@ class Executor:
                 self.events.append((str(action), started, ended))
             if retires is not None and self.retire:
                 self.store.retire(retires)
-            if kind == self._last_kind and (unit == 1 or action.mb % self.schedule.microbatches == self._share[-1]):
+            is_last = action.mb % self.schedule.microbatches == self._share[-1]
+            if kind == self._last_kind and (unit == 1 or is_last):
                 feed.finish(action.mb // unit)
+            if self._copies is not None:
+                if kind == self._last_kind and is_last and not self._updates and not self.is_loss_stage:
+                    self._readings.end(action.mb // self.schedule.microbatches)
+                self._readings.look()
+        self._readings.settle()
         self.status.show(None)
         self.transport.flush()
         assert not self.store.values or not self._drops, f"values are left over: {self.store.values.keys()}"
@@ -255,8 +263,7 @@ class Executor:
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
-        if self.is_loss_stage:
-            self._finish_step(action.mb, results)
+        self._readings.end(action.mb, results.get(NORM))
 
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
@@ -319,7 +326,10 @@ class Executor:
                 if value.name == MICROBATCH
                 else self.feed.microbatch(mb, value.name)
             )
-            tensor = fill(self._buffers.tensor(value.type), array)
+            if self._copies is None:
+                tensor = fill(self._buffers.tensor(value.type), array)
+            else:
+                tensor = self._copies.feed(array, value.type)
             self.store.put(mb, value.name, tensor)
         return tensor
 
@@ -329,14 +339,11 @@ class Executor:
 
     def _take_loss(self, mb: int, loss: torch.Tensor) -> None:
         batch = mb // self.schedule.microbatches
-        self._losses.setdefault(batch, []).append(float(loss))
-        if not self._updates and len(self._losses[batch]) == len(self._share):
-            self._finish_step(batch, {})
+        if self._readings.take(batch, loss) == len(self._share) and not self._updates:
+            self._readings.end(batch)
 
-    def _finish_step(self, batch: int, results: Mapping[str, torch.Tensor]) -> None:
-        """Report a step; `results` are those of the update."""
-        losses = tuple(self._losses.pop(batch))
-        norm = float(results[NORM]) if NORM in results else None
+    def _finish_step(self, batch: int, losses: tuple[float, ...], norm: float | None) -> None:
+        """Report a step."""
         strange = [
             f"{name} {value}"
             for name, value in (*(("loss", x) for x in losses), ("norm of the gradient", norm))

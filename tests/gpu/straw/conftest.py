@@ -41,12 +41,12 @@ def straw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def program(straw: Path, tmp_path: Path) -> Program:
-    """A function that runs a program of this folder, and returns what it says."""
+    """A function that runs a program, `gpu.straw.training` among them, and returns what it says."""
 
     def run(name: str, *arguments: object, devices: int = 1, timeout: float = 500, **variables: str) -> dict[str, Any]:
         environment = {**libraries.environment(straw, devices), "PENSTOCK_CACHE": str(tmp_path / "cache"), **variables}
         environment.pop("PYTEST_CURRENT_TEST", None)
-        command = [sys.executable, "-m", f"gpu.straw.{name}", *map(str, arguments)]
+        command = [sys.executable, "-m", name, *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
         said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

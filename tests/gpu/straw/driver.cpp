@@ -29,7 +29,7 @@ struct KernelRow {  // as tests/oracles/cuda/threads.py writes it
   const int* parameters;  // sizes, those of pointers negative, 0 at the end
 };
 typedef void (*LaunchBlocks)(void (*)(void**), void**, int, int, int);
-enum { OK = 0, INVALID_VALUE = 1, NO_MEMORY = 2, BAD_HANDLE = 400, ILLEGAL_ADDRESS = 700, UNSUPPORTED = 801 };
+enum { OK = 0, INVALID_VALUE = 1, NO_MEMORY = 2, BAD_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, UNSUPPORTED = 801 };
 
 extern "C" {
 int straw_fault(int code, const char* kind, const char* text);
@@ -44,6 +44,7 @@ int cudaGetDevice(int* device);
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -83,6 +84,7 @@ std::vector<std::string> report;
 std::string last;
 int sticky = OK;
 uint64_t allocations = 0, waits_done = 0, tasks_done = 0;
+uint64_t waits_of_main = 0;  // waits of the process's first thread
 std::vector<unsigned> blocks_at_waits;
 std::map<int, size_t> used;
 thread_local int current = 0;
@@ -222,6 +224,7 @@ void run_to(Stream* stream, uint64_t position) {
 }
 void count_wait() {
   waits_done++;
+  waits_of_main += syscall(SYS_gettid) == getpid();
   if (live.size()) blocks_at_waits.push_back(live.size());
 }
 int wait_for(Stream* stream) {
@@ -322,13 +325,18 @@ size_t straw_report(char* text, size_t size, int blocks) {
   snprintf(text, size, "%s", all.c_str());
   return all.size();
 }
-// What a process logs when it ends: waits, tasks, and the most blocks at any wait in each half of its waits.
+// What a process logs when it ends: waits, tasks, and the most blocks at any wait in each half of its waits; its device
+// and the waits of its first thread and of all others.
 void straw_end() {
   LOCKED;
   for (auto& [_, block] : live) look_around(block, "at the end");
   size_t most[2] = {0, 0}, count = blocks_at_waits.size();
   for (size_t i = 0; i < count; i++) { size_t& m = most[2 * i >= count]; if (blocks_at_waits[i] > m) m = blocks_at_waits[i]; }
-  if (tasks_done) log_line(spelled("blocks %lu %lu %zu %zu", waits_done, tasks_done, most[0], most[1]));
+  if (!tasks_done) return;
+  log_line(spelled("blocks %lu %lu %zu %zu", waits_done, tasks_done, most[0], most[1]));
+  Stream* busiest = *streams.begin();
+  for (Stream* stream : streams) if (stream->done > busiest->done) busiest = stream;
+  log_line(spelled("waits %d %lu %lu", busiest->device, waits_of_main, waits_done - waits_of_main));
 }
 void straw_clear() {
   LOCKED;
@@ -478,9 +486,16 @@ int cudaEventSynchronize(void* event) {
   LOCKED;
   if (!events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such event");
   Mark mark = ((Event*)event)->mark;
-  waits_done++;
+  count_wait();
   if (mark.stream) run_to(mark.stream, mark.position);
   return recent = sticky;
+}
+int cudaEventQuery(void* event) {
+  LOCKED;
+  if (!events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such event");
+  Mark mark = ((Event*)event)->mark;
+  if (sticky) return recent = sticky;
+  return !mark.stream || mark.stream->done >= mark.position ? OK : NOT_READY;
 }
 int cudaEventElapsedTime(float* ms, void*, void*) { *ms = 0; return OK; }
 #define GRAPH(name) int name() { return recent = UNSUPPORTED; }

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import exchange, libraries, torch_device
+from . import exchange, libraries, streams, torch_device
 from .torch_device import Devices, DeviceTensor, devices, is_pinned
 
 
@@ -134,6 +134,10 @@ def install(folder: Path) -> Devices:
         "init": lambda: None,
         "device": _Current,
         "synchronize": _synchronize,
+        "Stream": streams.Stream,
+        "Event": streams.Event,
+        "stream": streams.Streaming,
+        "current_stream": streams.current_stream,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)

@@ -60,7 +60,10 @@ def load(folder: Path) -> ctypes.CDLL:
     runtime.straw_report.argtypes = [ctypes.c_char_p, size, ctypes.c_int]
     runtime.straw_report.restype = size
     runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
-    runtime.cudaStreamSynchronize.argtypes = [pointer]
+    for name in ("cudaStreamSynchronize", "cudaEventDestroy", "cudaEventSynchronize", "cudaEventQuery"):
+        getattr(runtime, name).argtypes = [pointer]
+    runtime.cudaEventRecord.argtypes = [pointer, pointer]
+    runtime.cudaStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
     runtime.cudaFree.argtypes = [pointer]
     runtime.cudaFreeHost.argtypes = [pointer]
     runtime.cudaMalloc.argtypes = [pointer, size]

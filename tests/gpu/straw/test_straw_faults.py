@@ -24,7 +24,7 @@ SAID = {
 
 
 def test_every_fault_is_noticed(program: Callable[..., Any], tmp_path: Path) -> None:
-    said = program("faults", tmp_path, devices=2)
+    said = program("gpu.straw.faults", tmp_path, devices=2)
     assert said.pop("sound") == []
     assert said.keys() == SAID.keys()
     missed = {name: said[name] for name, words in SAID.items() if not any(words in line for line in said[name])}

@@ -16,7 +16,7 @@ SOME = ("gelu", "transpose", "sum", "softmax", "matmul", "max_pool_grad", "gathe
 
 
 def test_rows_agree_with_the_interpreter_and_leave_nothing_behind(program: Callable[..., Any], tmp_path: Path) -> None:
-    said = program("rows", tmp_path, 4, "none", *SOME)
+    said = program("gpu.straw.rows", tmp_path, 4, "none", *SOME)
     check(said)
     assert said["samples"] > 2 * len(SOME)
 
@@ -24,14 +24,14 @@ def test_rows_agree_with_the_interpreter_and_leave_nothing_behind(program: Calla
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_every_sample_of_every_row(part: int, program: Callable[..., Any], tmp_path: Path) -> None:
-    check(program("rows", tmp_path, 1000, "none", *sorted(KINDS)[part::8], timeout=3000))
+    check(program("gpu.straw.rows", tmp_path, 1000, "none", *sorted(KINDS)[part::8], timeout=3000))
 
 
 @pytest.mark.slow
 def test_library_calls(program: Callable[..., Any], tmp_path: Path) -> None:
     """Torch computes, on the stream that kernels run on, and with the kernels' memory. Attention without a mask is tried by trainings; with one, torch
     makes tensors on the way that the stand-in of its devices does not have."""
-    check(program("rows", tmp_path, 4, "torch", *sorted(set(CALLS) - {"attention", "attention_grad"})))
+    check(program("gpu.straw.rows", tmp_path, 4, "torch", *sorted(set(CALLS) - {"attention", "attention_grad"})))
 
 
 def check(said: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -98,8 +97,8 @@ class Devices:
         self._numbers, self._callback = itertools.count(1), _CALLBACK(self._run)
         runtime.straw_queue.argtypes = [_ADDRESS, ctypes.c_char_p, _CALLBACK, _ADDRESS, ctypes.c_int, _ADDRESS]
         self.failures: list[BaseException] = []
-        # Faults that tests ask for: no copy to the host waits, or none to pinned memory.
-        self.waits, self._late = True, "STRAW_LATE" in os.environ
+        # A fault that tests ask for: no copy to the host waits.
+        self.waits = True
 
     @property
     def stream(self) -> int:
@@ -225,7 +224,7 @@ class Devices:
             touched = on_device if to.index == source.index else [source]
             self.queue("copy", touched, lambda: target.copy_(origin))
             return to
-        late = (non_blocking or self._late) and is_pinned(to if origin is not source else source)
+        late = non_blocking and is_pinned(to if origin is not source else source)
         if origin is source and not late:
             # Pageable memory is taken over before the call returns.
             origin = source.clone()

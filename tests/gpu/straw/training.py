@@ -1,7 +1,7 @@
 """A program: trainings on devices of straw, by ranks in processes of their own, against the same trainings by the interpreter.
 
-In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults, and per process
-the most blocks at any wait in the first and in the second half of its waits.
+In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults; per process
+the most blocks at any wait in the first and in the second half of its waits; per device the waits of its rank's loop, and of other threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from penstock.ir.training.optimizers import AdamW
 from penstock.models import write_cnn, write_gpt
 from penstock.runtime.job.run import run_bundle
 
-STEPS = 4
-
 
 @dataclass(frozen=True)
 class Case:
@@ -33,6 +31,8 @@ class Case:
     library: str = "none"
     replicas: int = 1
     shared: bool = False
+    backend: str = "tvm"
+    steps: int = 4
 
 
 def write(name: str, folder: Path) -> api.Model:
@@ -60,7 +60,7 @@ def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[flo
     )
     bundle = api.compile(plan, folder / "bundle", backend=backend)
     run_bundle(
-        bundle, data="synthetic", steps=STEPS, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
+        bundle, data="synthetic", steps=case.steps, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
     )
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -75,7 +75,7 @@ def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
             devices = tuple(replace(d, gpu="0") if d.kind == "cuda" else d for d in cluster.devices)
             cluster = replace(cluster, devices=devices)
         os.environ["STRAW_LOG"] = str(log)
-        on_straw = losses(case, cluster, place / "straw", "tvm")
+        on_straw = losses(case, cluster, place / "straw", case.backend)
         alike = Cluster.local(len(cluster.devices))
         expected = losses(case, alike, place / "expected", "numpy")
         lines = log.read_text().splitlines() if log.exists() else []
@@ -83,7 +83,10 @@ def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
             {
                 "losses": on_straw,
                 "expected": expected,
-                "faults": [line for line in lines if not line.startswith("blocks")],
+                "faults": [line for line in lines if line.split()[0] not in ("blocks", "waits")],
+                "waits": {
+                    d: list(map(int, n)) for d, *n in (line.split()[1:] for line in lines if line.startswith("waits"))
+                },
                 "blocks": [list(map(int, line.split()[1:])) for line in lines if line.startswith("blocks")],
             }
         )

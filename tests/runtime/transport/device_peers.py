@@ -14,7 +14,7 @@ from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
 from penstock.ir.types import parse_type
 from penstock.runtime.group import group as groups
-from penstock.runtime.transport import transport as transports
+from penstock.runtime.transport import gloo_wire
 from penstock.runtime.transport.overdue import Overdue
 from penstock.runtime.transport.transport import RankTransport
 
@@ -67,7 +67,7 @@ def open_transport(rank, group, timeout=10, device=GPU):
     transport = RankTransport(rank, EDGES, {0: 0, 1: 1}, timeout, device, team=group.team)
     transport.use_library(lines, Overdue(timeout, group.lost))
     # Nothing goes over gloo.
-    transports._world = None
+    gloo_wire._world = None
     return transport
 
 

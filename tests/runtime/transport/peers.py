@@ -21,7 +21,7 @@ from penstock.runtime.group import group as groups
 from penstock.runtime.group import neighbours
 from penstock.runtime.group.group import RankGroup, host_store, join_store
 from penstock.runtime.group.neighbours import connect, identity
-from penstock.runtime.transport import transport as transports
+from penstock.runtime.transport import gloo_wire
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import PenstockError
 
@@ -102,8 +102,8 @@ def together(rank, group):
     """Small values of an edge share a message, large ones have their own; without sharing each has one."""
     large = [Value(name, parse_type("f32[300,200]")) for name in ("first", "second")]
     edge = Edge(0, 1, "F", (large[0], *MANY, large[1], *ODD))
-    counting = Counting(transports._world())
-    transports._world = lambda: counting
+    counting = Counting(gloo_wire._world())
+    gloo_wire._world = lambda: counting
     for limit, expected in ((parcels.TOGETHER, 3), (0, 2 + len(MANY) + 2)):
         parcels.TOGETHER = limit
         transport = RankTransport(rank, (edge,), {0: 0, 1: 1}, 10)
@@ -229,7 +229,7 @@ def share(group, edges=EDGES, key="near", timeout=10, **options):
 
 def shared_exchange(rank, group):
     """All types, both ways at once; nothing goes over gloo."""
-    transports._world = None
+    gloo_wire._world = None
     for number, latency in enumerate((0.0, 0.02)):
         transport = share(group, key=f"near{number}", latency=latency)
         for mb in range(12):
@@ -345,11 +345,11 @@ def shared_strangers(rank, group):
 
 def shared_memory(rank, group):
     """Those above, one after the other."""
-    store, world = group.store, transports._world
+    store, world = group.store, gloo_wire._world
     for scenario in (shared_exchange, shared_late, shared_wide, shared_sealed, shared_strangers):
         group.store = dist.PrefixStore(scenario.__name__, store)
         scenario(rank, group)
-    transports._world = world
+    gloo_wire._world = world
 
 
 def shared_deaf(rank, group):

@@ -1,4 +1,5 @@
-"""Straw in every process of a run: when torch is imported, it gets the devices of straw. In: the variables of libraries.environment."""
+"""Straw in every process of a run: when torch is imported, it gets the devices of straw. With STRAW_INTERPRETER the reference back end uses them, too.
+In: the variables of libraries.environment."""
 
 from __future__ import annotations
 
@@ -10,9 +11,22 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+TORCH, INTERPRETER = "torch", "penstock.backends.numpy_backend"
 
-class _Torch(Loader):
-    """The loader of torch, and of what stands in for its devices."""
+
+def _install(name: str) -> None:
+    if name == TORCH:
+        from gpu.straw.install import install
+
+        install(Path(os.environ["STRAW"]))
+    else:
+        from gpu.rank.interpreted import install as install_interpreter
+
+        install_interpreter()
+
+
+class _Loader(Loader):
+    """The loader of a module, and of what straw changes in it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -22,23 +36,26 @@ class _Torch(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        from gpu.straw.install import install
-
-        install(Path(os.environ["STRAW"]))
+        _install(module.__name__)
 
 
 class _Finder(MetaPathFinder):
-    """A finder of torch alone."""
+    """A finder of one module alone."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Torch(spec.loader)
+            spec.loader = _Loader(spec.loader)
         return spec
 
 
 if "STRAW" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder(TORCH))
+if "STRAW_INTERPRETER" in os.environ:
+    sys.meta_path.insert(0, _Finder(INTERPRETER))
