@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.ir.attrs import Attr
-from penstock.ir.graph import BUFFER, MICROBATCH, Graph, Module, Op, Value, Var
+from penstock.ir.graph import BUFFER, CACHE, MICROBATCH, Graph, Module, Op, Value, Var
 from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, INTS, TensorType, dtype_of, numpy_dtype
@@ -134,6 +134,10 @@ class GraphWriter:
         self.ops.append(Op("read", (), (value,), {"var": name}, name))
         return value
 
+    def cache(self, name: str, kind: TensorType) -> None:
+        """Add a cache of that name, which is empty when a run begins."""
+        self.vars[name] = Var(name, kind, CACHE, init="zeros")
+
     def module(self, name: str, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> Module:
         """Build a module of one graph `main` without dead operations.
 
@@ -142,7 +146,7 @@ class GraphWriter:
         self.ops = _with_writes(self.ops, self.moved)
         outs = self._bind(inputs, outputs)
         ops = live_ops(self.ops, outs)
-        used = {op.var: self.vars[op.var] for op in ops if op.kind in ("read", "write")}
+        used = {op.var: self.vars[op.var] for op in ops if op.kind in ("read", "write", "put")}
         if self.counter is not None and any(self.counter in op.ins for op in ops):
             inputs = (*inputs, self.counter)
         main = Graph("main", tuple(inputs), tuple(outs), tuple(ops))
@@ -259,6 +263,12 @@ class Writer:
         """Write the key of one more use of random numbers."""
         self._program.drawn += 1
         return self.emit("random_key", self._program.microbatch(), number=self._program.drawn - 1)
+
+    def put(self, rows: Value, places: Value, cache: str) -> Value:
+        """Write the operation that stores rows in a cache. Return the cache as it is then, for `attend`."""
+        value = Value(self._program.names.fresh(f"{self.base}.put"), self._program.vars[cache].type)
+        self._program.ops.append(Op("put", (rows, places), (value,), {"var": cache}, self.loc))
+        return value
 
     def move(self, variable: str, value: Value) -> None:
         """Record the value that a variable has after every microbatch."""

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 # instead of a generated kernel. `packed` says that its second operand never changes. Planners write the others.
 ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library", "packed")
 
-PARAM, GRAD, STATE, BUFFER, SETTING = "param", "grad", "state", "buffer", "setting"
-ROLES = (PARAM, GRAD, STATE, BUFFER, SETTING)
+# A cache holds what earlier microbatches of the same sequences left: `put` alone touches it.
+PARAM, GRAD, STATE, BUFFER, SETTING, CACHE = "param", "grad", "state", "buffer", "setting", "cache"
+ROLES = (PARAM, GRAD, STATE, BUFFER, SETTING, CACHE)
 # Words of older module texts. They are read until the format of bundles has another number.
 FORMER_ROLES = {"table": SETTING}
 
@@ -353,7 +354,7 @@ class Signature:
 
 
 # Operations that touch a variable: those that `slot_of` knows.
-_STATEFUL = ("read", "write", "accum", "take")
+_STATEFUL = ("read", "write", "accum", "take", "put")
 
 
 def slot_of(op: Op) -> Slot | None:
@@ -365,6 +366,8 @@ def slot_of(op: Op) -> Slot | None:
             return Slot(op.var, "next")
         case "accum" | "take":
             return Slot(op.var, "")
+        case "put":
+            return Slot(op.var, "latest")
     return None
 
 
@@ -396,7 +399,7 @@ def summed_vars(module: Module, stage: int) -> list[str]:
 
 def written_vars(graph: Graph) -> set[str]:
     """Return the variables that a graph makes new values of. In a forward graph these are buffers that move with every
-    microbatch."""
+    microbatch. Caches are not among them: every sequence has rows of its own there, and no order between them."""
     return touched_vars(graph, "write")
 
 

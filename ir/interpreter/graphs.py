@@ -24,6 +24,7 @@ from penstock.support.errors import VerifyError
 
 from .collectives import COLLECTIVES
 from .ops import PRECISIONS, TYPED, Array, Prepared, apply_op, prepare_op
+from .ops.caches import with_rows
 from .store import DictStore, Variables, as_value
 
 
@@ -220,4 +221,8 @@ def _run_op(entry: _PreparedOp, ins: list[Array], store: Variables, precision: s
             store.write(slot.var, ins[0])
         case "accum":
             store.accumulate(slot.var, ins[0])
+        case "put":
+            filled = with_rows(as_value(store.read(slot.var, slot.slot), op.outs[0], precision), ins[0], ins[1])
+            store.replace(slot.var, filled)
+            return (filled,)
     return ()

@@ -21,12 +21,14 @@ Arrays = Mapping[str, Array]
 
 
 class Variables(Protocol):
-    """Variables, as one run of a graph sees them: `slot` is mb or latest, a written value becomes the next version."""
+    """Variables, as one run of a graph sees them: `slot` is mb or latest, a written value becomes the next version, and
+    `replace` gives a cache its new elements at once."""
 
     def read(self, var: str, slot: str) -> Array: ...
     def write(self, var: str, value: Array) -> None: ...
     def accumulate(self, var: str, value: Array) -> None: ...
     def take(self, var: str) -> Array: ...
+    def replace(self, var: str, value: Array) -> None: ...
 
 
 class DictStore:
@@ -50,6 +52,9 @@ class DictStore:
         value = self.read(var, "")
         self.arrays[var] = np.zeros_like(value)
         return value
+
+    def replace(self, var: str, value: Array) -> None:
+        self.arrays[var] = value
 
 
 def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
@@ -173,3 +178,7 @@ class VersionStore:
         value = self._version_of(var, 0)
         self.slots[var][self._batch % len(self.slots[var])] = np.zeros_like(value)
         return value
+
+    def replace(self, var: str, value: Array) -> None:
+        self._version_of(var, 0)
+        self.slots[var][0] = value

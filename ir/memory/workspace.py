@@ -73,7 +73,7 @@ def planned_blocks(graph: Graph) -> list[int]:
 
 def _planned(graph: Graph) -> list[int]:
     kernels, makers = _kernels(graph)
-    buffers = (v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)
+    buffers = (v for op in graph.ops if op.kind in ("read", "take", "put") for v in op.outs)
     outside = {v.name for values in (graph.ins, graph.results, buffers) for v in values}
     reads = [_reads(kernel, makers) for kernel in kernels]
     order = _order(graph, kernels, reads)

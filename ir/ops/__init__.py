@@ -22,13 +22,38 @@ from penstock.ir.attrs import Attr, Attrs
 from penstock.ir.graph import ANNOTATIONS, Op, Value
 from penstock.ir.types import TensorType
 
-from . import collectives, contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
+from . import (
+    caches,
+    collectives,
+    contractions,
+    draws,
+    elementwise,
+    indexing,
+    layout,
+    reductions,
+    rows,
+    training,
+    windows,
+)
+from .caches import BLOCK, check_put
 from .collectives import EXCHANGES, axes_over, layout_of
 from .layout import VIEWS
 from .table import ANY, OpCost, OpDef, Required, integer, ints, reduced_axes
 from .windows import Window, window_of
 
-_FAMILIES = (elementwise, draws, layout, reductions, contractions, windows, rows, indexing, collectives, training)
+_FAMILIES = (
+    elementwise,
+    draws,
+    layout,
+    reductions,
+    contractions,
+    windows,
+    rows,
+    indexing,
+    caches,
+    collectives,
+    training,
+)
 
 OPS: dict[str, OpDef] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 assert len(OPS) == sum(len(family.ROWS) for family in _FAMILIES), "two rows have one name"
@@ -127,6 +152,9 @@ def _type_of_variable(
     if var not in var_types:
         raise TypeError(f"no variable @{var} in the module")
     plain = var_types[var].plain
+    if op.kind == "put":
+        check_put(var, types, plain)
+        return (plain,)
     if types and types[0] != plain:
         raise TypeError(f"@{var} is {plain}, the operand is {types[0]}")
     return (plain,) if op.kind in ("read", "take") else ()
@@ -136,7 +164,9 @@ def cost_of(op: Op) -> OpCost:
     """Return the analytic cost of one op on its own. Layout changes and state accesses cost their bytes at most."""
     x, y = [v.type for v in op.ins], [v.type for v in op.outs]
     row = definition(op.kind)
-    moved = 0 if row.family in ("state", "source") else sum(t.nbytes for t in (*x, *y))
+    # A `put` moves its rows, not the variable that it gives.
+    moved = 2 * x[0].nbytes if op.kind == "put" else sum(t.nbytes for t in (*x, *y))
+    moved = 0 if row.family in ("state", "source") and op.kind != "put" else moved
     return OpCost(row.flops(x, y, complete_attrs(op)), moved)
 
 
@@ -158,6 +188,7 @@ def make(
 
 __all__ = [
     "ANY",
+    "BLOCK",
     "EXCHANGES",
     "OPS",
     "VIEWS",

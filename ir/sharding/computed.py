@@ -180,6 +180,21 @@ def _attention(grad: bool) -> Computed:
     return rule
 
 
+def _put(op: Op, a: Attrs) -> SplitRule:
+    """Heads are free. The rows of a microbatch belong to any sequences, so a rank needs all of them."""
+    names: list[list[Name]] = [["t", "h", "d"], ["t"], ["b", "r", "h", "d"]]
+    return build(names, _shapes(op), 2, dict.fromkeys("tdbr", WHOLE))
+
+
+def _attend(op: Op, a: Attrs) -> SplitRule:
+    """Heads of the cache are free, each with the heads of the queries that look at it."""
+    heads, group = op.ins[1].type.dims[2], op.ins[0].type.dims[1] // op.ins[1].type.dims[2]
+    cache: list[Name] = ["b", "r", ("h",), "d"]
+    rows: list[Name] = ["t", ("h", "g"), "d"]
+    names: list[list[Name]] = [rows, cache, cache, ["c"], ["s"], ["s", "n"], rows]
+    return build(names, _shapes(op), 6, dict.fromkeys("brdtgcsn", WHOLE), {"h": heads, "g": group})
+
+
 def _source(op: Op, a: Attrs) -> SplitRule:
     """Return the rule of a source. A single number may be split in any way, a list of numbers in none."""
     names: list[Name] = [f"d{i}" for i in range(op.outs[0].type.rank)]
@@ -212,4 +227,6 @@ COMPUTED: dict[str, Computed] = {
     "avg_pool_grad": _pool(1, 0),
     "attention": _attention(grad=False),
     "attention_grad": _attention(grad=True),
+    "put": _put,
+    "attend": _attend,
 }

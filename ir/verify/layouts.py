@@ -80,10 +80,11 @@ def _layout_problems(module: Module, op: Op, sizes: Mapping[str, int]) -> Iterat
         return
     if OPS[op.kind].family == "state":
         expected = module.vars[op.var].type
-        for value in (*op.ins, *op.outs):
+        for value in op.outs if op.kind == "put" else (*op.ins, *op.outs):
             if value.type != expected:
                 yield f"%{value.name} is {value.type}, @{op.var} is {expected}; reshard it first"
-        return
+        if op.kind != "put":
+            return
     rule = rule_of(op)
     splits: dict[str, Split] = {}
     for value, dims in zip((*op.ins, *op.outs), rule.operands(), strict=True):
@@ -228,18 +229,19 @@ def _same_problems(
 ) -> Iterator[Problem]:
     makers = {v.name: op for op in graph.ops for v in op.outs}
     for i, op in enumerate(graph.ops):
-        if op.kind not in ("write", "accum"):
+        if op.kind not in ("write", "accum", "put"):
             continue
         t = module.vars[op.var].type
         split = {axis for listed in t.axes for axis in listed}
-        different = (varies.get(op.ins[0].name, frozenset()) & axes) - split
-        if different:
-            listed = ", ".join(sorted(different))
-            what = (
-                f"%{op.ins[0].name} may differ along {listed} between the ranks of a team, but @{op.var} : {t} is the "
-                f"same there; is a collective missing{_behind(makers, op.ins[0].name)}?"
-            )
-            yield Problem(op_place(graph, i), what, op_window(graph, i))
+        for value in op.ins:
+            different = (varies.get(value.name, frozenset()) & axes) - split
+            if different:
+                listed = ", ".join(sorted(different))
+                what = (
+                    f"%{value.name} may differ along {listed} between the ranks of a team, but @{op.var} : {t} is the "
+                    f"same there; is a collective missing{_behind(makers, value.name)}?"
+                )
+                yield Problem(op_place(graph, i), what, op_window(graph, i))
     returned = {v.name for v in made_values(graph.ops)}
     for value in graph.outs:
         different = varies.get(value.name, frozenset()) & axes

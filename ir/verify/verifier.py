@@ -8,7 +8,7 @@ level with problems, because later problems would follow from those. Facts of gr
 ir/verify/stages.py, facts of schedules in ir/verify/schedules.py, ir/verify/versions.py and ir/verify/messages.py.
 
     typed           single assignment, operand and result types by the op table, equal names in different graphs \
-have equal types
+have equal types; a forward graph alone puts into caches, and attend alone takes what put gave
     differentiated  backward takes what forward saves; forward reads, and writes buffers it alone touches; \
 backward accumulates gradients, update takes and writes
     staged          every operation and every variable on exactly one stage, or replicated; \
@@ -55,6 +55,7 @@ from penstock.ir.schedule import COMPUTE, READERS
 from penstock.ir.types import TensorType
 from penstock.support.gc_pause import nothing_collected
 
+from .caches import check_caches
 from .layouts import check_local, check_sharded
 from .messages import check_wired
 from .problems import LIMIT, Problem, op_place, op_window, to_error
@@ -116,6 +117,7 @@ def check_typed(module: Module) -> Iterator[Problem]:
                 )
         if here is not None:
             yield from _check_coordinates(module, graph, here)
+    yield from check_caches(module)
 
 
 def _local_types(module: Module, types: Mapping[str, TensorType], stage: int) -> dict[str, TensorType]:

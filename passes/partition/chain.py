@@ -55,11 +55,16 @@ def moving_spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:
 
 
 def moving_users(chain: Sequence[Op]) -> dict[str, list[int]]:
-    """Return the operations that touch each variable that the forward graph changes."""
-    users: dict[str, list[int]] = {op.var: [] for op in chain if op.kind == "write"}
+    """Return the operations that touch each variable that the forward graph changes. What looks at a cache touches it:
+    a cache does not travel."""
+    users: dict[str, list[int]] = {op.var: [] for op in chain if op.kind in ("write", "put")}
+    caches = {value: op.var for op in chain if op.kind == "put" for value in op.outs}
     for i, op in enumerate(chain):
+        touched = {caches[value] for value in op.ins if value in caches}
         if OPS[op.kind].effect and op.var in users:
-            users[op.var].append(i)
+            touched.add(op.var)
+        for name in touched:
+            users[name].append(i)
     return users
 
 

@@ -47,7 +47,7 @@ import numpy.typing as npt
 
 from penstock.ir.action_kinds import BACKWARD
 from penstock.ir.cluster.cluster import Cluster, Device, Link
-from penstock.ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Module, Namer, Op, Stage, Value, Var
+from penstock.ir.graph import BUFFER, CACHE, GRAD, PARAM, STATE, Graph, Module, Namer, Op, Stage, Value, Var
 from penstock.ir.liveness import from_state_alone
 from penstock.ir.ops import OPS
 from penstock.passes.communicate.wire import travelling
@@ -366,7 +366,7 @@ def _annotate(module: Module, placed: StageDevices, costs: _Costs, stages: Seque
     tied = {name: stages for name, stages in readers.items() if len(stages) > 1}
     graphs[forward.name] = _with_stages(forward, stage_of)
     by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
-    moving = {op.var: {stage_of[id(op)]} for op in forward.ops if op.kind == "write"}
+    moving = {op.var: {stage_of[id(op)]} for op in forward.ops if op.kind in ("write", "put")}
     vars = _place_vars(module, readers | moving)
     if "B" in module.graphs:
         again = {v for op in forward.ops for v in op.outs}
@@ -437,7 +437,7 @@ def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Va
     home = {name: min(stages) for name, stages in readers.items() if len(stages) == 1}
     vars: dict[str, Var] = {}
     for var in module.vars.values():
-        owner = var.name if var.role in (PARAM, BUFFER) else _owner(var)
+        owner = var.name if var.role in (PARAM, BUFFER, CACHE) else _owner(var)
         vars[var.name] = replace(var, stage=home[owner]) if owner in home else var
     return vars
 

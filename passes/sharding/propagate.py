@@ -138,7 +138,9 @@ def _link(op: Op, rule: SplitRule) -> _Link:
     variable = [f"@{op.var}"] if OPS[op.kind].family == "state" else []
     nodes = [f"%{v.name}" for v in (*op.ins, *op.outs)]
     dimensions = list(rule.operands())
-    return _joined(op, rule, [*nodes, *variable], [*dimensions, *dimensions[:1] * len(variable)])
+    # A variable lies as what is read from it or stored in it; a `put` gives it.
+    of_variable = dimensions[-1:] if op.kind == "put" else dimensions[:1]
+    return _joined(op, rule, [*nodes, *variable], [*dimensions, *of_variable * len(variable)])
 
 
 def _joined(op: Op, rule: SplitRule, nodes: Sequence[str], dimensions: Sequence[tuple[Factors, ...]]) -> _Link:

@@ -143,6 +143,12 @@ def _columns(splits: Sequence[Split]) -> tuple[list[tuple[str, ...]], tuple[str,
     return [split.axes for split in splits], (), [split.blocks for split in splits]
 
 
+def _of_put(op: Op, cache: TensorType) -> tuple[TensorType, TensorType]:
+    """Return the layouts of rows and places for a cache: heads are split alike."""
+    rows, places = (v.type.plain for v in op.ins)
+    return rows.laid([(), cache.axes_of(2), ()], (), [1, cache.blocks_of(2), 1]), places
+
+
 class _GraphResolution:
     """The resolution of one graph."""
 
@@ -178,7 +184,8 @@ class _GraphResolution:
 
     def _state(self, op: Op) -> None:
         t = self.all.var_types[op.var]
-        ins = tuple(self._adapt(self.env[v.name], t, op) for v in op.ins)
+        wanted = _of_put(op, t) if op.kind == "put" else (t,) * len(op.ins)
+        ins = tuple(self._adapt(self.env[v.name], laid, op) for v, laid in zip(op.ins, wanted, strict=True))
         outs = tuple(Value(v.name, t) for v in op.outs)
         self._emit(Op(op.kind, ins, outs, op.attrs, op.loc))
 

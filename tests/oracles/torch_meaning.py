@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .caches.meaning import attend, pick
+
 TORCH_DTYPES = {
     "f32": torch.float32,
     "f64": torch.float64,
@@ -423,6 +425,8 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "conv_grad_weight": _conv_grad_weight,
     "attention": _attention,
     "attention_grad": _attention_grad,
+    "attend": attend,
+    "pick": pick,
     "max_pool": _max_pool,
     "max_pool_grad": _max_pool_grad,
     "avg_pool": _avg_pool,

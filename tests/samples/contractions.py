@@ -142,6 +142,30 @@ refuse("attention", "f32[2,3,4,5]", "f32[2,3,0,5]", "f32[2,3,0,5]", scale=1.0, b
 refuse("attention", *("f32[2,3,4,5]",) * 3, "i64[4,4]", scale=1.0, because="the mask must be bool or f32")
 refuse("attention", *("f32[2,3,4,5]",) * 3, "bool[3,4]", scale=1.0, because="broadcast")
 
+# Queries, cache twice, starts, lengths, table: sequences are made up by `related.py`.
+for _pattern in (
+    ("f32[9,4,8]", "T[7,16,2,8]", "T[7,16,2,8]", "i32[4]", "i32[3]", "i32[3,4]"),
+    ("f32[5,3,20]", "T[9,16,1,20]", "T[9,16,1,20]", "i32[6]", "i32[5]", "i32[5,3]"),
+):
+    sample("attend", *_pattern, dtypes=("f32", "bf16"), scale=0.3)
+_TURN = ("i32[3]", "i32[2]", "i32[2,20]")
+sample("attend", "f32[3,16,64]", "f32[44,16,4,64]", "f32[44,16,4,64]", *_TURN, scale=0.125)
+sample("attend", "f32[37,4,16]", "f32[20,16,2,16]", "f32[20,16,2,16]", *_TURN, scale=0.25, window=19)
+sample("attend", "f32[37,4,16]", "f32[20,16,2,16]", "f32[20,16,2,16]", *_TURN, scale=0.25, cap=2.0)
+sample("attend", "f32[37,4,16]", "f32[20,16,2,16]", "f32[20,16,2,16]", *_TURN, scale=0.25, window=4, cap=1.5)
+sample("attend", "f32[0,4,16]", "f32[5,16,2,16]", "f32[5,16,2,16]", "i32[1]", "i32[0]", "i32[0,4]", scale=1.0)
+_CACHE = ("f32[7,16,2,8]",) * 2
+_SEQUENCES = ("i32[4]", "i32[3]", "i32[3,4]")
+refuse("attend", "f32[9,4,8]", "f32[7,8,2,8]", "f32[7,8,2,8]", *_SEQUENCES, scale=1.0, because="f32 or bf16")
+refuse("attend", "f32[9,4,6]", *_CACHE, *_SEQUENCES, scale=1.0, because="queries must be f32")
+refuse("attend", "f32[9,3,8]", *_CACHE, *_SEQUENCES, scale=1.0, because="must be a multiple of the 2")
+refuse("attend", "f32[9,4,8]", *_CACHE, "i32[3]", *_SEQUENCES[1:], scale=1.0, because="must be i32.4.")
+refuse("attend", "f32[9,4,8]", *_CACHE, "i32[4]", "i64[3]", "i32[3,4]", scale=1.0, because="lengths must be i32")
+refuse("attend", "f32[9,4,8]", *_CACHE, "i32[4]", "i32[3]", "i32[2,4]", scale=1.0, because="table must be i32.3")
+refuse("attend", "f32[9,4,8]", *_CACHE, *_SEQUENCES, scale=1.0, window=-1, because="window must be 0 or more")
+refuse("attend", "f32[9,4,8]", *_CACHE, *_SEQUENCES, scale=1.0, cap=-1.0, because="cap must be 0 or more")
+refuse("attend", "f32[9,4,8]", *_CACHE, *_SEQUENCES, because="attribute scale is missing")
+
 _GRAD, _ROWS = ("T[2,3,9,5]", *_HEADS, "T[2,3,9,5]"), ("[2,3,9]",) * 2
 sample("attention_grad", *_GRAD, *("T" + r for r in _ROWS), dtypes=("f32", "f64"), scale=0.4)
 sample("attention_grad", *_GRAD, *("f32" + r for r in _ROWS), dtypes=("f32", *HALF), scale=0.4, causal=True)

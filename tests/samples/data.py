@@ -117,3 +117,18 @@ def pieces(rng: np.random.Generator, t: TensorType) -> Array:
 
 def at_step(number: float) -> Draw:
     return lambda rng, t: np.full(t.dims, number, numpy_dtype(t.dtype))
+
+
+def temperatures(rng: np.random.Generator, t: TensorType) -> Array:
+    """None, small ones and large ones."""
+    return rng.choice(np.array([0.0, 0.25, 1.0, 3.0]), t.dims).astype(numpy_dtype(t.dtype))
+
+
+def few(rng: np.random.Generator, t: TensorType) -> Array:
+    """How many of the largest: all, one, some, more than there are."""
+    return rng.choice(np.array([0, 1, 5, 1000]), t.dims).astype(numpy_dtype(t.dtype))
+
+
+def shares(rng: np.random.Generator, t: TensorType) -> Array:
+    """Shares of a whole, also none of it, and all of it."""
+    return rng.choice(np.array([0.0, 0.3, 0.9, 1.0]), t.dims).astype(numpy_dtype(t.dtype))

@@ -70,9 +70,28 @@ def _attention_grad(x: list[Array], a: Mapping[str, Attr]) -> list[Array]:
     return [*x[:4], *(np.asarray(r.numpy()).astype(old.dtype) for r, old in zip(results, x[4:7], strict=True)), *x[7:]]
 
 
+def _attend(x: list[Array], a: Mapping[str, Attr]) -> list[Array]:
+    """Sequences of different lengths with new rows, blocks in no order that no two share, and some rows of padding."""
+    q, keys, values, starts, lengths, table = x
+    rng = np.random.default_rng(len(q))
+    count, rows = len(lengths), max(len(q) - 1, 0)
+    ends = np.sort(rng.integers(0, rows + 1, count))
+    starts = np.concatenate([[0], ends]).astype(np.int32)
+    per = min(len(keys) // count, table.shape[1]) if count else 0
+    new = np.diff(starts)
+    lengths = np.minimum(new + rng.integers(0, 16 * per, count), 16 * per).astype(np.int32) if count else lengths
+    assert (new <= lengths).all(), "the cache is too small for the rows"
+    blocks = rng.permutation(len(keys))[: count * per].reshape(count, per)
+    # What lies behind the last block of a sequence is nobody's.
+    table = np.full(table.shape, -5, np.int32)
+    table[:, :per] = blocks
+    return [q, keys, values, starts, lengths, table]
+
+
 # kind -> operands and complete attributes -> operands as a gradient gets them
 RELATED: dict[str, Callable[[list[Array], Mapping[str, Attr]], list[Array]]] = {
     "attention_grad": _attention_grad,
+    "attend": _attend,
     "max_pool_grad": _max_pool_grad,
     "softmax_grad": _softmax_grad,
     "log_softmax_grad": _log_softmax_grad,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.ir.types import FLOATS, INTS
 
-from .data import HALF, huge, nasty, positive, ties, wrapping
+from .data import HALF, few, huge, nasty, normal, positive, shares, temperatures, ties, wrapping
 from .table import refuse, sample
 
 for _kind in ("softmax", "log_softmax"):
@@ -98,3 +98,20 @@ sample("batch_norm", "f32[0,3,4]", *["f32[3]"] * 4, draws=positive)
 refuse("batch_norm", "f32[4]", *["f32[4]"] * 4, because="needs batch and channel")
 refuse("batch_norm", "f32[2,3]", "f32[3]", "f32[3]", "f32[3]", "f32[2]", because="scale, bias, mean and variance")
 refuse("batch_norm", "i64[2,3]", *["i64[3]"] * 4, because="floating-point")
+_PICK = ("u64[{0},2]", "f32[{0}]", "i32[{0}]", "f32[{0}]")
+
+
+def _picked(logits: str, count: int) -> tuple[str, ...]:
+    return (logits, *(part.format(count) for part in _PICK))
+
+
+_CHOICES = (normal, wrapping, temperatures, few, shares)
+for _count, _size in ((5, 40), (9, 16), (4, 3000), (2, 1), (0, 7)):
+    sample("pick", *_picked(f"T[{_count},{_size}]", _count), draws=_CHOICES)
+sample("pick", *_picked("f32[30,50]", 30), draws=(ties, *_CHOICES[1:]))
+sample("pick", *_picked("f32[20,50]", 20), draws=(nasty, *_CHOICES[1:]))
+sample("pick", *_picked("f32[20,333]", 20), draws=(huge, *_CHOICES[1:]))
+refuse("pick", *_picked("f16[3,4]", 3), because="logits must be f32")
+refuse("pick", *_picked("f32[3,0]", 3), because="no word to pick")
+refuse("pick", *_picked("f32[3,4]", 4), because="draws must be u64.3,2.")
+refuse("pick", "f32[3,4]", "u64[3,2]", "f32[2]", "i32[3]", "f32[3]", because="temperature must be f32.3.")

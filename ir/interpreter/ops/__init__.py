@@ -22,7 +22,7 @@ from penstock.ir.graph import Op
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import FLOATS, numpy_dtype
 
-from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
+from . import caches, contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
 from .arrays import Array, Rule
 from .error_function import erf
 
@@ -38,6 +38,7 @@ NUMPY: dict[str, Rule] = {
     **windows.RULES,
     **rows.RULES,
     **indexing.RULES,
+    **caches.RULES,
     **training.RULES,
 }
 

@@ -33,7 +33,7 @@ def coverage() -> tuple[list[str], list[list[str]]]:
     for name, row in OPS.items():
         missing = "decomposed" if name in DECOMPOSE else "-"
         gradient = "rule" if name in VJP else "zero" if name in (*FLAT, *STOPS) else missing
-        kernel = "built in" if row.family == STATE else "rule" if name in kernels else missing
-        numpy = "built in" if row.family == STATE else "rule" if name in NUMPY else "-"
+        kernel = "rule" if name in kernels else "built in" if row.family == STATE else missing
+        numpy = "rule" if name in NUMPY else "built in" if row.family == STATE else "-"
         rows.append([name, row.family, numpy, gradient, kernel, row.doc])
     return ["op", "family", "numpy", "gradient", "tvm cpu", "meaning"], rows

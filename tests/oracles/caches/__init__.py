@@ -1,0 +1,1 @@
+"""Caches of sequences that grow: their turns, and the meaning of their rows in torch."""
