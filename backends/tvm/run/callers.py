@@ -2,7 +2,9 @@
 
 TVM gives every thread that runs a parallel loop helpers of its own, and keeps them when the thread has ended. A program
 that starts a thread per request would so collect helpers without end. Here calls go to threads that stay: as many as
-there were calls at one time. One that waits for work costs nothing but its memory.
+there were calls at one time. One that waits for work costs nothing but its memory. The main thread stays anyhow, and
+calls by itself: handing work over and waiting for it takes as long as a small model. In a forked process it is a
+copy whose helpers are missing, so there it hands over, too.
 
 In: a function, its arguments. Out: its result, or its error.
 
@@ -27,8 +29,8 @@ class _Answer(NamedTuple):
     error: BaseException | None = None
 
 
-class _Caller:
-    """A thread that calls what it is handed, one after the other."""
+class LastingThread:
+    """A thread that calls what it is handed, one after the other, until the process ends."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
@@ -62,21 +64,34 @@ class _Caller:
             del function, args, answer
 
 
+class _Threads(NamedTuple):
+    """The threads of this process that wait for work, and the main thread, if it is the one the process began with."""
+
+    idle: deque[LastingThread]
+    main: list[threading.Thread]
+
+    def forget(self) -> None:
+        """Forget all threads: a forked process has none of them."""
+        self.idle.clear()
+        self.main.clear()
+
+
 @cache
-def _idle() -> deque[_Caller]:
-    """Return the threads of this process that wait for work. A forked process has none of them."""
-    idle: deque[_Caller] = deque()
-    os.register_at_fork(after_in_child=idle.clear)
-    return idle
+def _threads() -> _Threads:
+    threads = _Threads(deque(), [threading.main_thread()])
+    os.register_at_fork(after_in_child=threads.forget)
+    return threads
 
 
 def call_from_lasting_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns, called from a thread that does not end."""
-    idle = _idle()
+    idle, main = _threads()
+    if threading.current_thread() in main:
+        return function(*args)
     try:
         caller = idle.pop()
     except IndexError:
-        caller = _Caller()
+        caller = LastingThread()
     try:
         return caller.call(function, args)
     finally:

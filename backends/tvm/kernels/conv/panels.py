@@ -17,9 +17,9 @@ from penstock.backends.tvm.kernels.tools.transpose import pieces, transpose_bloc
 class Panels:
     """Output channels of all groups, cut into panels of `width`."""
 
-    def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
+    def __init__(self, body: Body, c: Correlation, lanes: int, vectors: int | None = None) -> None:
         self.body, self.c, self.emit, self.lanes = body, c, body.emit, lanes
-        self.vectors = min(body.machine.vectors, ceil_div(c.filters, lanes))
+        self.vectors = vectors or min(body.machine.vectors, ceil_div(c.filters, lanes))
         self.width = self.vectors * lanes
         # Panels of a group.
         self.panels = ceil_div(c.filters, self.width)

@@ -10,7 +10,9 @@ In: a Correlation. Out: loops
       transpose the strip, and `Body.finish` on vectors of neighbouring positions
 
 All phases of a strip leave their sums in the same buffer, interleaved, so no pass is needed to merge them.
-Order: images outside when all weights are smaller than what the panels would read of the images, else panels outside.
+Order: parts of an image outside where the weights are few: what is copied of the source stays in the cache, and threads
+share parts, however few panels there are. Else images outside when all weights are smaller than what the panels would
+read of the images, else panels outside.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from penstock.backends.tvm.kernels.tools.correlation import (
     most_rows,
     strip_rows,
 )
+from penstock.backends.tvm.kernels.tools.elements import unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
 from penstock.backends.tvm.kernels.tools.register_tile import RegisterTile
 from penstock.backends.tvm.kernels.tools.transpose import transpose_block
@@ -40,6 +43,22 @@ from .panels import Panels
 def emit_tiles(body: Body, c: Correlation, lanes: int) -> None:
     """Emit a correlation by register tiles of positions by channels."""
     _TiledCorrelation(body, c, lanes).run()
+
+
+# Elements of all weights that are read for each part of an image, and of the source that a part reads.
+_FEW_WEIGHTS, _PART = 1 << 17, 1 << 15
+# Threads share so many parts, or more.
+_TASKS = 8
+
+
+def _vectors_of(body: Body, c: Correlation, lanes: int) -> int:
+    """Return the vectors of a panel: three where that leaves fewer lanes of the last panel empty."""
+
+    def covered(vectors: int) -> int:
+        return ceil_div(c.filters, vectors * lanes) * vectors
+
+    usual = min(body.machine.vectors, ceil_div(c.filters, lanes))
+    return 3 if covered(3) < covered(usual) and most_rows(body, 3) > 1 else usual
 
 
 def _tile_of(counts: Pair, most: int) -> Pair:
@@ -61,11 +80,13 @@ class _PanelWeights:
 
 @dataclass(frozen=True)
 class _PositionStrip:
-    """A strip of output rows of an image, from row `unit` * step on, with scratch memory for its sums."""
+    """A strip of output rows of an image, from row `unit` * step on, with scratch memory for its sums. The source is
+    read from its row `below` on."""
 
     image: Expr
     unit: Expr
     sums: Buffer
+    below: Expr
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,7 @@ class _TiledCorrelation(Panels):
     """The emitter of a correlation whose sums stay in registers over all taps."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
-        super().__init__(body, c, lanes)
+        super().__init__(body, c, lanes, _vectors_of(body, c, lanes))
         self.most = most_rows(body, self.vectors)
         self.tap_count = sum(prod(p.taps) for p in c.phases)
         self.panel_size = c.channels * self.tap_count * self.width
@@ -108,6 +129,14 @@ class _TiledCorrelation(Panels):
                 self._pack(_PanelWeights(jo, packed, jo * self.panel_size))
 
         ready = self.body.packed_ahead(c.op, weights, c.dtype, fill)
+        parts = self._parts() if self._is_cut(weights) else 0
+        if parts:
+            packed = ready
+            if packed is None:
+                packed = emit.alloc(weights, c.dtype, "wp")
+                fill(packed)
+            self._run_parts(packed, parts, kind)
+            return
         self._fill_offsets()
         if c.images * weights <= panels * images:
             packed = ready
@@ -133,6 +162,49 @@ class _TiledCorrelation(Panels):
                     self._pack(_PanelWeights(jo, packed, base))
                 with emit.loop(c.images, SERIAL, "n") as n, self.body.point():
                     self._strips(n, _PanelWeights(jo, packed, base))
+
+    def _is_cut(self, weights: int) -> bool:
+        """Return whether images are cut into parts: their weights are few enough to be read for each."""
+        c = self.c
+        return len(c.phases) == 1 and c.step == (1, 1) and weights <= _FEW_WEIGHTS and prod(c.phases[0].taps) > 0
+
+    def _parts(self) -> int:
+        """Return how many parts an image is cut into for threads and caches, so that few rows of the source are copied
+        for two parts. Strips become shorter where there would be less than a strip for each part."""
+        c = self.c
+        row = c.groups * c.channels * self.source.width * c.strides[0]
+        wanted = max(ceil_div(c.spatial[0] * row, _PART), ceil_div(_TASKS, c.images))
+        again = max((c.phases[0].taps[0] - 1) * c.dilations[0] + 1 - c.strides[0], 0)
+        if c.needs_border and again:
+            wanted = min(wanted, max(c.spatial[0] * c.strides[0] // (4 * again), 1))
+        while self.strip % 2 == 0 and c.spatial[0] < wanted * self.strip:
+            self.strip //= 2
+        return min(wanted, ceil_div(c.spatial[0], self.strip))
+
+    def _run_parts(self, packed: Buffer, parts: int, kind: object) -> None:
+        """Emit parts of images one by one, each with all panels."""
+        c, emit = self.c, self.emit
+        strips, left = divmod(c.spatial[0], self.strip)
+        counts = [(i + 1) * strips // parts - i * strips // parts for i in range(parts)]
+        rows = max(max(counts) * self.strip, counts[-1] * self.strip + left)
+        if c.needs_border:
+            self.source.hold_rows((rows - 1) * c.strides[0] + (c.phases[0].taps[0] - 1) * c.dilations[0] + 1)
+        self._fill_offsets()
+        with emit.loop(c.images * parts, kind, "part") as number, self.body.point():
+            image, part = (emit.bind(x, "i") for x in unravel(number, (c.images, parts)))
+            first, last = (emit.bind(tirx.floordiv((part + i) * strips, parts), "strip") for i in (0, 1))
+            top = literal(0, "i32")
+            if c.needs_border:
+                top = emit.bind(first * (self.strip * c.strides[0]) + c.phases[0].shift[0], "top")
+                self.source.alloc(False)
+                self.source.copy_rows(image, top)
+            with emit.loop(c.groups * self.panels, SERIAL, "jo") as jo, self.body.point():
+                weights = _PanelWeights(jo, packed, jo * self.panel_size)
+                with emit.loop(last - first, SERIAL, "st") as strip, self.body.point():
+                    self._strip(image, weights, (first + strip) * self.strip, self.strip, top)
+                if left:
+                    with emit.when(part == parts - 1), self.body.point():
+                        self._strip(image, weights, literal(strips * self.strip, "i32"), left, top)
 
     def _fill_offsets(self) -> None:
         c, emit = self.c, self.emit
@@ -252,10 +324,11 @@ class _TiledCorrelation(Panels):
             with self.body.point():
                 self._strip(image, weights, literal(whole * (self.strip // self.c.step[0]), "i32"), tail)
 
-    def _strip(self, image: Expr, weights: _PanelWeights, unit: Expr, rows: int) -> None:
+    def _strip(self, image: Expr, weights: _PanelWeights, unit: Expr, rows: int, below: Expr | None = None) -> None:
         """Emit a strip. `unit` counts steps: the strip begins with output row unit * step."""
         c, emit = self.c, self.emit
-        strip = _PositionStrip(image, unit, emit.alloc(rows * c.spatial[1] * self.width, c.dtype, "sums"))
+        sums = emit.alloc(rows * c.spatial[1] * self.width, c.dtype, "sums")
+        strip = _PositionStrip(image, unit, sums, literal(0, "i32") if below is None else below)
         start = 0
         for phase in c.phases:
             height = max(ceil_div(rows - phase.first[0], c.step[0]), 0)
@@ -286,7 +359,7 @@ class _TiledCorrelation(Panels):
         c, emit, phase = self.c, self.emit, tile.phase
         first = weights.base + tile.start * self.width
         group, _ = self.split(weights.panel)
-        top = (strip.unit + tile.h) * c.strides[0] + phase.shift[0]
+        top = (strip.unit + tile.h) * c.strides[0] + phase.shift[0] - strip.below
         left = tile.w * c.strides[1] + phase.shift[1]
         corner = emit.bind(self.source.position(strip.image, group * c.channels, top, left), "corner")
         # One loop over channels and taps, with a table of the places that each reads. The compiler would unroll nested

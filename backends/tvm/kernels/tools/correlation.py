@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tvm import tirx
+
 from penstock.ir.graph import Op, Value
 from penstock.ir.types import ITEM_BYTES
 
 from .body import Body
 from .elements import Index
 from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, ceil_div, compute_dtype, literal, load
-from .transpose import separate_pairs
+from .transpose import pieces, separate_pairs
 
 Pair = tuple[int, int]
 # Positions of a strip: with two vectors of channels its sums take a third of a first-level cache.
@@ -135,6 +137,39 @@ class BorderedSource:
         self.buffer = self.emit.alloc(
             (c.images if whole_batch else 1) * c.groups * c.channels * self.plane, c.dtype, "xp"
         )
+
+    def hold_rows(self, rows: int) -> None:
+        """Hold only so many rows of an image, the border counted."""
+        self.height = rows
+
+    def copy_rows(self, image: Expr, top: Expr) -> None:
+        """Copy the rows of an image from `top` on, the border counted; those outside of the image are zero."""
+        emit, c = self.emit, self.c
+        lanes, pitch = lanes_of(self.body, c), self.width * self.split
+        with emit.loop(c.groups * c.channels, SERIAL, "c") as channel, emit.loop(self.height, SERIAL, "q") as q:
+            h = emit.bind(top + q - c.low[0], "h")
+            line = emit.bind(channel * self.plane + q * pitch, "line")
+            inside = tirx.all(h >= 0, h < c.sizes[0])
+            with emit.when(inside), self.body.point():
+                for begin, count in self._empty_columns():
+                    for i, _ in pieces(emit, count, lanes):
+                        emit.store(self.buffer, literal(0, c.dtype), line + begin + i)
+                copy_line(self.body, c, (image, channel, h), self.buffer, line, (self.split, self.width))
+            with emit.when(tirx.Not(inside)):
+                for i, _ in emit.spans(pitch, lanes):
+                    emit.store(self.buffer, literal(0, c.dtype), line + i)
+
+    def _empty_columns(self) -> list[Pair]:
+        """Return the first place and the number of each run in a row of the copy that no column of the source goes
+        to."""
+        c, runs = self.c, list[Pair]()
+        columns = range(max(-c.low[1], 0), min(c.sizes[1], c.padded[1] - c.low[1]))
+        filled = {(w + c.low[1]) % self.split * self.width + (w + c.low[1]) // self.split for w in columns}
+        for place in range(self.width * self.split):
+            if place not in filled:
+                begin, count = runs.pop() if runs and sum(runs[-1]) == place else (place, 0)
+                runs.append((begin, count + 1))
+        return runs
 
     def copy(self, image: Expr, kind: Any = SERIAL) -> None:
         """Copy an image with its border; `kind` is that of the loop over its channels."""

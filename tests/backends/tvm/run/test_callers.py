@@ -1,5 +1,5 @@
-"""Tests of calls from threads that stay: results and errors come back, threads are used again, and callers that come and
-go leave no threads of TVM behind."""
+"""Tests of calls from threads that stay: results and errors come back, threads are used again, callers that come and go
+leave no threads of TVM behind, and a forked process computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.backends.tvm.run.callers import call_from_lasting_thread
+from penstock.backends.tvm.run.callers import LastingThread, call_from_lasting_thread
 from penstock.models import write_mlp
 
 # Threads of the process after each of several rounds of callers that end: of the model, then of its inner function.
@@ -48,12 +48,44 @@ model._call = model._call.args[0]
 print(json.dumps([lasting, threads(lambda: model(x)["y"])]))
 """
 
+# A process whose main thread has helpers, and a fork of it, which does not have them.
+FORKED = """
+import os, signal, sys
+
+import numpy as np
+import penstock as ps
+
+model = ps.load(sys.argv[1])
+x = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+expected = model(x)["y"]
+child = os.fork()
+if child == 0:
+    signal.alarm(50)
+    os._exit(0 if np.array_equal(model(x)["y"], expected) else 3)
+assert np.array_equal(model(x)["y"], expected)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def two_threads(folder: Path) -> Path:
+    path = write_mlp(folder / "m.onnx", [512, 1024, 512], batch=64)
+    plan = ps.plan(ps.from_onnx(path), ps.Cluster.local(1, threads=[2]))
+    return ps.compile(plan, folder / "bundle", jobs=1)
+
 
 def test_results_and_errors_come_back() -> None:
     assert call_from_lasting_thread(divmod, 7, 3) == (2, 1)
     with pytest.raises(ZeroDivisionError):
         call_from_lasting_thread(divmod, 7, 0)
-    assert call_from_lasting_thread(threading.current_thread) is not threading.current_thread()
+
+
+def test_the_main_thread_calls_by_itself_and_others_do_not() -> None:
+    assert call_from_lasting_thread(threading.current_thread) is threading.main_thread()
+    found: list[threading.Thread] = []
+    other = threading.Thread(target=lambda: found.append(call_from_lasting_thread(threading.current_thread)))
+    other.start()
+    other.join(20)
+    assert found[0] not in (other, threading.main_thread())
 
 
 def test_threads_are_as_many_as_calls_at_one_time() -> None:
@@ -86,24 +118,23 @@ def test_an_interrupted_caller_waits_for_its_call() -> None:
         done.append(1)
         return 1
 
+    thread = LastingThread()
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            call_from_lasting_thread(work)
+            thread.call(work, ())
     finally:
         timer.join(20)
         signal.signal(signal.SIGINT, previous)
     assert done == [1]
-    assert call_from_lasting_thread(divmod, 7, 3) == (2, 1)
+    assert thread.call(divmod, (7, 3)) == (2, 1)
 
 
 def test_callers_that_end_leave_nothing(tmp_path: Path) -> None:
     """The control calls from the threads of the callers themselves: TVM keeps a helper for each."""
-    path = write_mlp(tmp_path / "m.onnx", [512, 1024, 512], batch=64)
-    plan = ps.plan(ps.from_onnx(path), ps.Cluster.local(1, threads=[2]))
-    bundle = ps.compile(plan, tmp_path / "bundle", jobs=1)
+    bundle = two_threads(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", COUNTED, str(bundle)], capture_output=True, text=True, timeout=300, check=False
     )
@@ -112,3 +143,9 @@ def test_callers_that_end_leave_nothing(tmp_path: Path) -> None:
     assert (wrong, wrong_own) == (0, 0)
     assert lasting[-1] <= lasting[0] + 2, lasting
     assert own[-1] >= own[0] + 10, own
+
+
+def test_a_forked_process_computes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(two_threads(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
