@@ -40,6 +40,7 @@ class Imported:
     structure     an ONNX file without the elements of the variables
     state         the state dict of a torch module
     hints         the stages and layers in which the model says its nodes should run
+    symbols       the symbols of the dimensions of inputs and outputs, by their names here; empty where there is none
     """
 
     module: Module
@@ -51,6 +52,7 @@ class Imported:
     structure: Structure | None = None
     state: State | None = None
     hints: Hints = field(default_factory=Hints)
+    symbols: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,8 @@ NORM = "gradient.norm"
 
 @dataclass(frozen=True)
 class Module:
-    """A whole program. `inputs` are fed for every microbatch, `outputs` are handed to the user; both by value name."""
+    """A whole program. `inputs` are fed for every microbatch, `outputs` are handed to the user; both by value name.
+    `batch` has inputs and outputs whose samples do not lie along the first dimension (ir/batch_shares.py)."""
 
     name: str
     inputs: tuple[Value, ...] = ()
@@ -249,6 +250,7 @@ class Module:
     schedule: Schedule | None = None
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
+    batch: Mapping[str, int | None] = field(default_factory=dict)
     # Results that were derived from the program and are needed again (ir/memory). They hold for all facts and notes.
     kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 

@@ -3,7 +3,8 @@
 One operation per line, so that every error has a line number and `diff` works.
 
     module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
-    line      = links | host | device | link | mesh | stage | input | output | var | edge | graph | schedule | note
+    line      = links | host | device | link | mesh | stage | input | output | batch | var | edge | graph | \
+schedule | note
     links     = "links " class {" " key "=" literal}
     host      = "host " name {" " key "=" literal}
     device    = "device " name {" " key "=" literal} {" " space ":" bytes}
@@ -12,6 +13,7 @@ One operation per line, so that every error has a line number and `diff` works.
     stage     = "stage " index " on " place
     input     = "input " value                             value  = "%" name " : " type
     output    = "output %" name
+    batch     = "batch %" name " " (dimension | "whole")   where its samples lie, if not along the first dimension
     var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] \
 [" init " (name | numbers)]
     edge      = "edge " src ">" dst " " phase " : " value {", " value}
@@ -138,6 +140,8 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
         yield f"  input {value!r}"
     for name in module.outputs:
         yield f"  output %{name}"
+    for name, axis in module.batch.items():
+        yield f"  batch %{name} {'whole' if axis is None else axis}"
     yield from variables
     for edge in module.edges:
         yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
@@ -188,6 +192,7 @@ _VAR = re.compile(
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
 _OUTPUT = re.compile(rf"output %({NAME})")
+_BATCH = re.compile(rf"batch %({NAME}) (\d{{1,9}}|whole)")
 _EDGE = re.compile(r"edge (\d+)>(\d+) ([FBPN]) : (.*)")
 _SCHEDULE = re.compile(rf"schedule ({NAME}) microbatches (\d+) \{{")
 _RANK = re.compile(r"rank (\d+) (start|batch):(.*)")
@@ -303,9 +308,10 @@ class _ModuleParser:
         self.schedule: Schedule | None = None
         self.programs: dict[int, dict[str, tuple[Action, ...]]] | None = None
         self.notes: list[Note] = []
+        self.batch: dict[str, int | None] = {}
         self.rules: dict[str, Callable[[str], None]] = {
             "links": self._class, "host": self._host, "device": self._device, "link": self._link, "mesh": self._mesh,
-            "stage": self._stage, "input": self._input, "output": self._output,
+            "stage": self._stage, "input": self._input, "output": self._output, "batch": self._batch,
             "var": self._var, "edge": self._edge, "graph": self._graph, "schedule": self._schedule, "note": self._note,
         }  # fmt: skip
 
@@ -365,6 +371,10 @@ class _ModuleParser:
 
     def _output(self, line: str) -> None:
         self.outputs.append(_fullmatch(_OUTPUT, line, "output %name")[1])
+
+    def _batch(self, line: str) -> None:
+        name, axis = _fullmatch(_BATCH, line, "batch %name DIMENSION|whole").groups()
+        self.batch[name] = None if axis == "whole" else int(axis)
 
     def _var(self, line: str) -> None:
         match = _fullmatch(
@@ -428,7 +438,7 @@ class _ModuleParser:
         )
         return Module(
             self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages),
-            self.vars, self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes),
+            self.vars, self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes), self.batch,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from penstock.frontends.names import Names
 from penstock.support.errors import UsageError
 from penstock.support.words import flag_for
 
@@ -102,6 +103,15 @@ def _fed(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """List the inputs without an initializer."""
     stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     return [value for value in graph.input if value.name not in stored]
+
+
+def symbols_of(graph: onnx.GraphProto, names: Names) -> dict[str, tuple[str, ...]]:
+    """Return the symbols of the dimensions of inputs and outputs, by their new names; empty where there is none."""
+    return {
+        names[value.name]: tuple(dim.dim_param if _is_open(dim) else "" for dim in value.type.tensor_type.shape.dim)
+        for value in (*_fed(graph), *graph.output)
+        if value.type.HasField("tensor_type")
+    }
 
 
 def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Given], where: str) -> Inputs:

@@ -33,7 +33,7 @@ from penstock.ir.graph import Value, Var
 from penstock.ir.types import TensorType, dtype_of
 from penstock.support.errors import UsageError
 
-from .binding import Given, Inputs, bind
+from .binding import Given, Inputs, bind, symbols_of
 from .constants.separation import separate_statistics
 from .control import CONTROL
 from .folding import fold, small
@@ -385,6 +385,7 @@ class _OnnxImporter:
             (*lines, *told_renames({name: names[name] for name in seen if name in names}), *hints.report()),
             names,
             hints=hints,
+            symbols=symbols_of(source.model.graph, builder.names),
         )
 
     def _outputs(self) -> list[tuple[str, Value]]:

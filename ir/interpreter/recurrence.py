@@ -56,17 +56,25 @@ class InterpretedRun:
 
 
 def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict[str, Array]]:
-    """Cut batch `number` into microbatches along the first axis of every input, in order."""
+    """Cut batch `number` into microbatches along the samples of every input, in order."""
     problems, counts, arrays = [], {}, {}
     for value in module.data_inputs:
         if value.name not in batch:
             problems.append(f"input {value.name} is missing")
             continue
-        array, shape = np.asarray(batch[value.name]), value.type.dims
-        if not shape or array.shape[1:] != shape[1:] or not array.ndim or not shape[0] or array.shape[0] % shape[0]:
+        array, shape, axis = np.asarray(batch[value.name]), value.type.dims, module.batch.get(value.name) or 0
+        others = (*shape[:axis], *shape[axis + 1 :])
+        if (
+            array.ndim != len(shape)
+            or not shape
+            or (*array.shape[:axis], *array.shape[axis + 1 :]) != others
+            or not shape[axis]
+            or array.shape[axis] % shape[axis]
+        ):
             problems.append(f"input {value.name} has shape {list(array.shape)}, one microbatch of it is {value.type}")
             continue
-        counts[value.name], arrays[value.name] = array.shape[0] // shape[0], array
+        counts[value.name] = array.shape[axis] // shape[axis]
+        arrays[value.name] = np.split(array, max(counts[value.name], 1), axis)
     if len(set(counts.values())) > 1:
         problems.append(
             "inputs have different numbers of microbatches: " + ", ".join(f"{n} {c}" for n, c in counts.items())
@@ -74,7 +82,7 @@ def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict
     if problems or not counts:
         raise UsageError("; ".join(problems) or "the module has no inputs", where=module.name)
     count = next(iter(counts.values()))
-    parts = [{name: np.split(array, count)[i] for name, array in arrays.items()} for i in range(count)]
+    parts = [{name: pieces[i] for name, pieces in arrays.items()} for i in range(count)]
     if len(module.data_inputs) < len(module.inputs):
         parts = [{**part, MICROBATCH: np.array(number * count + i)} for i, part in enumerate(parts)]
     return parts

@@ -100,6 +100,7 @@ def check_typed(module: Module) -> Iterator[Problem]:
             )
         if isinstance(var.init, tuple) and len(var.init) != var.type.size:
             yield Problem(f"@{name}", f"is {var.type} and begins with {len(var.init)} elements")
+    yield from _check_batch(module)
     seen: dict[str, tuple[Value, str]] = {v.name: (v, "input of the module") for v in module.inputs}
     for name, graph in module.graphs.items():
         if name != graph.name:
@@ -118,6 +119,19 @@ def check_typed(module: Module) -> Iterator[Problem]:
         if here is not None:
             yield from _check_coordinates(module, graph, here)
     yield from check_caches(module)
+
+
+def _check_batch(module: Module) -> Iterator[Problem]:
+    """Check that samples are said to lie along dimensions that there are."""
+    if not module.batch:
+        return
+    values = {v.name: v for graph in module.graphs.values() for v in graph.outs if v.name in module.outputs}
+    values |= {v.name: v for v in module.inputs}
+    for name, axis in module.batch.items():
+        if name not in values:
+            yield Problem(f"%{name}", "is said to have samples, and is no input and no output")
+        elif axis is not None and axis >= values[name].type.rank:
+            yield Problem(f"%{name}", f"is {values[name].type} and has no dimension {axis} for samples to lie along")
 
 
 def _local_types(module: Module, types: Mapping[str, TensorType], stage: int) -> dict[str, TensorType]:

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 
 import numpy as np
 
+from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
 from penstock.ir.types import FLOATS
@@ -270,7 +270,7 @@ class _Sized:
 
     def _fed(self, cuts: Sequence[int]) -> list[int]:
         """Return the bytes of one sample of the data that each layer is the first to take."""
-        fed_bytes, samples = [0] * len(cuts), gcd(*(v.type.dims[0] for v in self.module.inputs if v.type.rank)) or 1
+        fed_bytes, samples = [0] * len(cuts), microbatch_size(self.module)
         for value in self.module.data_inputs:
             at = next((i for i, op in enumerate(self.chain) if value in op.ins), None)
             if at is not None:

@@ -195,11 +195,17 @@ def _sequence(model: _Model) -> dict[str, Layout]:
 
 def _batch(model: _Model) -> dict[str, Layout]:
     inputs = [v for v in model.module.inputs if v.type.rank and v.name != MICROBATCH]
-    count = model.sizes[model.axis]
-    small = [v for v in inputs if v.type.dims[0] < count]
+    count, dims = model.sizes[model.axis], {v.name: model.module.batch.get(v.name, 0) for v in inputs}
+    whole = [name for name, dim in dims.items() if dim is None]
+    if whole:
+        raise UsageError(f"preset batch: %{whole[0]} has no dimension that its samples are known to lie along")
+    small = [v for v in inputs if v.type.dims[dims[v.name] or 0] < count]
     if small:
         raise UsageError(f"preset batch: %{small[0].name} is {small[0].type}, too few samples for {count} devices")
-    return {f"%{v.name}": (Split((model.axis,)), *(None,) * (v.type.rank - 1)) for v in inputs}
+    return {
+        f"%{v.name}": tuple(Split((model.axis,)) if i == dims[v.name] else None for i in range(v.type.rank))
+        for v in inputs
+    }
 
 
 def _spatial(model: _Model) -> dict[str, Layout]:

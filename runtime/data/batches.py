@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.batch_shares import SampleRows, microbatch_size, sample_rows
 from penstock.ir.graph import Module, Value
 from penstock.ir.names import by_our_names, shown
-from penstock.ir.types import TensorType, dtype_of, numpy_dtype
+from penstock.ir.types import dtype_of, numpy_dtype
 from penstock.runtime.messages.control import Arrays
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
@@ -77,12 +77,6 @@ def _as_array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
-    """Return the shape of one input for a whole batch."""
-    dims = value.type.dims
-    return (dims[0] * microbatches, *dims[1:]) if dims else dims
-
-
 def check_batch(
     module: Module,
     batch: Mapping[str, np.ndarray],
@@ -96,20 +90,21 @@ def check_batch(
     by default those of a whole batch. `ranges` are those of integer_range, for callers that ask often."""
     assert module.schedule is not None
     rows = microbatch_size(module)
+    places = sample_rows(module)
     problems, short = name_problems(module, batch.keys(), renamed), False
     for value in module.data_inputs:
         if value.name not in batch:
             continue
-        array, shape = np.asarray(batch[value.name]), batch_shape(value, module.schedule.microbatches)
-        per_sample = value.type.dims[0] // rows if value.type.rank else 1
-        if samples is not None and shape:
-            shape = (samples * per_sample, *shape[1:])
+        array, place = np.asarray(batch[value.name]), places.get(value.name)
+        shape = value.type.dims
+        if place is not None:
+            shape = place.shape(shape, rows * module.schedule.microbatches if samples is None else samples)
         wrong = type_problems(value, array, shape)
-        short = short or (array.ndim == len(shape) > 0 and array.shape[1:] == shape[1:] and len(array) < shape[0])
+        short = short or (place is not None and _is_shorter(array, shape, place.axis))
         bounds = integer_range(module, value.name) if ranges is None else ranges[value.name]
-        if not wrong and (outside := first_outside(array, bounds)) is not None:
+        if not wrong and (outside := first_outside(array, bounds, 0 if place is None else place.axis)) is not None:
             row, text = outside
-            wrong.append(f"{value.name}: sample {row // per_sample} has {text}")
+            wrong.append(f"{value.name}: sample {row // (1 if place is None else place.rows)} has {text}")
         problems += wrong
     if problems:
         batch_rows = rows * module.schedule.microbatches
@@ -121,16 +116,32 @@ def check_batch(
         raise UsageError("does not fit the model:" + itemised(problems), where=where, hint=hint)
 
 
-def cut_batch(array: np.ndarray, type: TensorType, index: int) -> np.ndarray:
-    """Return the part of a batch's array that belongs to its microbatch `index`."""
-    return array[index * type.dims[0] : (index + 1) * type.dims[0]] if type.rank else array
+def _is_shorter(array: np.ndarray, shape: tuple[int, ...], axis: int) -> bool:
+    """Return whether an array has the shape, but for fewer rows along the axis."""
+    return (
+        array.ndim == len(shape)
+        and array.shape == (*shape[:axis], array.shape[axis], *shape[axis + 1 :])
+        and (array.shape[axis] < shape[axis])
+    )
 
 
-def share_of_batch(array: np.ndarray, type: TensorType, share: Sequence[int], microbatches: int) -> np.ndarray:
-    """Return the parts of a batch's array that belong to some of its microbatches, one after the other."""
-    if not type.rank or len(share) == microbatches:
-        return array
-    return np.concatenate([cut_batch(array, type, index) for index in share])
+class BatchCuts:
+    """The parts of a batch's arrays that belong to its microbatches."""
+
+    def __init__(self, module: Module) -> None:
+        self._places, self._samples = sample_rows(module), microbatch_size(module)
+
+    def part(self, name: str, array: np.ndarray, index: int) -> np.ndarray:
+        """Return what belongs to microbatch `index` of an input."""
+        place = self._places.get(name)
+        return array if place is None else place.part(array, index * self._samples, (index + 1) * self._samples)
+
+    def share(self, name: str, array: np.ndarray, share: Sequence[int], microbatches: int) -> np.ndarray:
+        """Return what belongs to some of the microbatches, one after the other."""
+        place = self._places.get(name)
+        if place is None or len(share) == microbatches:
+            return array
+        return np.concatenate([self.part(name, array, index) for index in share], place.axis)
 
 
 def name_problems(module: Module, present: Iterable[str], renamed: Mapping[str, str]) -> list[str]:
@@ -164,10 +175,12 @@ def type_problems(value: Value, array: Any, shape: tuple[int, ...]) -> list[str]
     return problems
 
 
-def counts_differ(counts: Mapping[str, float], types: Mapping[str, TensorType], samples: int) -> str:
-    """Return the problem of inputs with different numbers of samples; `samples` are those of a microbatch."""
+def counts_differ(counts: Mapping[str, float], places: Mapping[str, SampleRows]) -> str:
+    """Return the problem of inputs with different numbers of samples, which lie at these places."""
     problem = "numbers of samples differ: " + ", ".join(f"{name} has {count:g}" for name, count in counts.items())
-    rows = {name: types[name].dims[0] // samples for name in counts}
-    if set(rows.values()) == {1}:
+    if all(places[name] == SampleRows(0, 1) for name in counts):
         return problem
-    return f"{problem} (first dimension of one sample: {', '.join(f'{name} {rows[name]}' for name in rows)})"
+    if any(places[name].axis for name in counts):
+        listed = ", ".join(f"{name} {places[name].rows} along dimension {places[name].axis}" for name in counts)
+        return f"{problem} (one sample has: {listed})"
+    return f"{problem} (first dimension of one sample: {', '.join(f'{name} {places[name].rows}' for name in counts)})"

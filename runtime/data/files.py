@@ -37,10 +37,10 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 
 from penstock.backends.bundle.tensor_file import map_tensors
-from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.batch_shares import per_sample, sample_rows
 from penstock.ir.graph import Module, Value
 from penstock.ir.names import accepted
-from penstock.ir.types import INTS, TensorType, numpy_dtype
+from penstock.ir.types import INTS, numpy_dtype
 from penstock.runtime.messages.control import Arrays
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import itemised
@@ -67,7 +67,7 @@ class Column(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> np.dtype[Any]: ...
-    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray: ...
+    def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
 Columns = dict[str, Column]
@@ -195,7 +195,7 @@ def _members(part: DataPlace, module: Module, table: Mapping[str, str]) -> Mappi
 
     # Tables have columns for other purposes, too.
     columns = open_parquet(
-        part.path, {value.name: value.type for value in module.data_inputs}, table, microbatch_size(module)
+        part.path, {value.name: value.type for value in module.data_inputs}, table, sample_rows(module)
     )
     return _ours(columns, table, part)
 
@@ -357,21 +357,22 @@ def _check_size(entry: zipfile.ZipInfo, before: int, shape: tuple[int, ...], dty
 
 
 class Tokens:
-    """Windows of a token file as rows of an input: mapped, and converted as they are taken."""
+    """Windows of a token file as samples of an input: mapped, and converted as they are taken."""
 
-    def __init__(self, rows: np.ndarray, dtype: np.dtype[Any], where: str) -> None:
-        self._rows, self.dtype, self._where = rows, dtype, where
+    def __init__(self, windows: np.ndarray, dtype: np.dtype[Any], where: str) -> None:
+        self._windows, self.dtype, self._where = windows, dtype, where
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._rows.shape
+        return self._windows.shape
 
-    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        tokens = self._rows[rows]
+    def __getitem__(self, index: Any) -> np.ndarray:
+        tokens: np.ndarray = self._windows[index]
         largest = int(tokens.max(initial=0))
         if largest > np.iinfo(self.dtype).max:
             raise UsageError(f"the token {largest} has no place in {self.dtype}", where=self._where)
-        return tokens.astype(self.dtype)
+        typed: np.ndarray = tokens.astype(self.dtype)
+        return typed
 
 
 def _token_inputs(part: DataPlace, module: Module, table: Mapping[str, str]) -> dict[str, int]:
@@ -421,7 +422,8 @@ def _token_columns(module: Module, tokens: Mapping[str, tuple[DataPlace, int]], 
     problems += [
         f"{name}: is a single number, tokens come in windows" for name, value in known.items() if not value.type.rank
     ]
-    lengths = {name: _per_sample(value.type, microbatch_size(module)) for name, value in known.items()}
+    places = sample_rows(module)
+    lengths = {name: per_sample(value.type, places.get(name)) for name, value in known.items()}
     counts = []
     for name, (part, shift) in tokens.items():
         width, size = int(TOKENS[part.width or "u16"][-1]), part.path.stat().st_size
@@ -441,13 +443,9 @@ def _token_columns(module: Module, tokens: Mapping[str, tuple[DataPlace, int]], 
         if name in names:
             part, shift = tokens[name]
             flat = np.memmap(part.path, TOKENS[part.width or "u16"], "r")[shift : shift + count * lengths[name]]
-            rows = flat.reshape(-1, *value.type.dims[1:])
-            columns[name] = Tokens(rows, numpy_dtype(value.type.dtype), f"{part.path}: {name}")
+            windows = places[name].joined(flat, value.type.dims)
+            columns[name] = Tokens(windows, numpy_dtype(value.type.dtype), f"{part.path}: {name}")
     return columns
-
-
-def _per_sample(type: TensorType, samples: int) -> int:
-    return prod(type.dims) // samples if type.rank else 0
 
 
 def _where(tokens: Mapping[str, tuple[DataPlace, int]]) -> str:

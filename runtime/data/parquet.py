@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from penstock.ir.batch_shares import SampleRows, per_sample
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
 
 def open_parquet(
-    path: Path, types: Mapping[str, TensorType], table: Mapping[str, str], samples: int
+    path: Path, types: Mapping[str, TensorType], table: Mapping[str, str], places: Mapping[str, SampleRows]
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """Open a file. `table` gives our names for those that a column may have, `samples` is the number of samples of a
-    microbatch."""
+    """Open a file. `table` gives our names for those that a column may have, `places` says where samples lie."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -41,16 +40,16 @@ def open_parquet(
 
     def read(name: str) -> np.ndarray:
         try:
-            return _column(file, path, name, types[table[name]], samples)
+            return _column(file, path, name, types[table[name]], places.get(table[name]))
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError, TypeError) as error:
             raise _unreadable(path, error) from error
 
     return {name: partial(read, name) for name in names}
 
 
-def _column(file: Any, path: Path, name: str, type: TensorType, samples: int) -> np.ndarray:
+def _column(file: Any, path: Path, name: str, type: TensorType, place: SampleRows | None) -> np.ndarray:
     column = file.read(columns=[name]).column(name)
-    rows, per_sample = len(column), prod(type.dims) // samples if type.rank else 1
+    rows, expected = len(column), 1 if place is None else per_sample(type, place)
     nulls, lengths = 0, 1
     problems = []
     while _is_list(column.type):
@@ -66,14 +65,14 @@ def _column(file: Any, path: Path, name: str, type: TensorType, samples: int) ->
         problems.append(
             f"{name}: element type {column.type} has no counterpart here, expected numbers or lists of numbers"
         )
-    elif lengths != per_sample and rows:
-        problems.append(f"{name}: a row has {lengths} numbers, expected {per_sample}")
+    elif lengths != expected and rows:
+        problems.append(f"{name}: a row has {lengths} numbers, expected {expected}")
     if problems:
         raise UsageError("does not fit the model:" + itemised(problems), where=str(path))
     flat: np.ndarray = (
         column.combine_chunks().to_numpy(zero_copy_only=False) if rows else np.zeros(0, column.type.to_pandas_dtype())
     )
-    return flat.reshape(-1, *type.dims[1:]) if type.rank else flat[0]
+    return flat[0] if place is None else place.joined(flat, type.dims)
 
 
 def _flat(column: Any) -> Any:

@@ -39,8 +39,8 @@ def integer_range(module: Module, name: str) -> Range | None:
     return (max(use.low for use in ranges), min(use.high for use in ranges)) if ranges else None
 
 
-def first_outside(array: np.ndarray, bounds: Range | None) -> tuple[int, str] | None:
-    """Return the row and a description of the first value out of range."""
+def first_outside(array: np.ndarray, bounds: Range | None, axis: int = 0) -> tuple[int, str] | None:
+    """Return the place along an axis and a description of the first value out of range."""
     if bounds is None or not array.size or not np.issubdtype(array.dtype, np.integer):
         return None
     low, high = bounds
@@ -50,7 +50,7 @@ def first_outside(array: np.ndarray, bounds: Range | None) -> tuple[int, str] | 
     limits = np.iinfo(array.dtype)
     bad = (array < max(low, limits.min)) | (array > min(high - 1, limits.max))
     place = np.unravel_index(int(bad.argmax()), array.shape)
-    return int(place[0]) if place else 0, f"the value {int(array[place])}, the model takes {low} to {high - 1}"
+    return int(place[axis]) if place else 0, f"the value {int(array[place])}, the model takes {low} to {high - 1}"
 
 
 def uses(module: Module, name: str, *, sliced: bool) -> set[Use]:

@@ -2,11 +2,13 @@
 
 In: files (files.py), or the word `synthetic`. Out: one array per microbatch and input.
 
-The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs'
-first dimensions. An input with r times as many rows has r rows per sample. A scalar input is given whole to every
-microbatch. Batch t of B = b·m samples takes positions t·B .. t·B+B-1 of an endless row of epochs (`Order`). So the
-contents of a microbatch are a function of its number alone, the same on every rank and after a resume. A run that goes
-on from a checkpoint made with other batches has an `offset`: the position that microbatch 0 would begin with.
+The first axis of an array counts samples, or the one that the module names (ir/batch_shares.py). b, the samples of a
+microbatch, is the greatest common divisor of the inputs' sizes along it. An input with r times as many rows has r rows
+per sample. A scalar input is given whole to every microbatch.
+
+Batch t of B = b·m samples takes positions t·B .. t·B+B-1 of an endless row of epochs (`Order`). So the contents of a
+microbatch are a function of its number alone, the same on every rank and after a resume. A run that goes on from a
+checkpoint made with other batches has an `offset`: the position that microbatch 0 would begin with.
 
 Integers that the module indexes a table with, or takes for classes, must lie in its range (ranges.py). A file is
 checked microbatch by microbatch as it is read, so that no update sees a value out of range.
@@ -23,7 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.batch_shares import microbatch_size, sample_rows
 from penstock.ir.graph import Module
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import DROP, LAST, PAD, SYNTHETIC, WRAP
@@ -116,7 +118,7 @@ class FileSamples:
     def __init__(
         self, module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0
     ) -> None:
-        self._types = {value.name: value.type for value in module.data_inputs}
+        self._places = sample_rows(module)
         self._rows, self._where, self._offset = microbatch_size(module), spec.source, offset
         self._ranges = {name: integer_range(module, name) for name in names}
         columns, held_names = open_columns(spec.source, module, names, renamed)
@@ -125,13 +127,14 @@ class FileSamples:
         for value in module.data_inputs:
             if value.name not in columns:
                 continue
-            column, dims = columns[value.name], value.type.dims
-            rows = column.shape[0] if column.shape else 0
-            problems += type_problems(value, column, (rows, *dims[1:]) if dims else dims)
-            if dims and column.shape:
-                counts[value.name] = rows * self._rows / dims[0]
+            column, place = columns[value.name], self._places.get(value.name)
+            shape = value.type.dims
+            if place is not None and len(column.shape) > place.axis:
+                counts[value.name] = column.shape[place.axis] / place.rows
+                shape = (*shape[: place.axis], column.shape[place.axis], *shape[place.axis + 1 :])
+            problems += type_problems(value, column, shape)
         if len(set(counts.values())) > 1:
-            problems.append(counts_differ(counts, self._types, self._rows))
+            problems.append(counts_differ(counts, self._places))
         problems += [
             f"{name}: has no whole number of samples" for name, count in counts.items() if count < 1 or count % 1
         ]
@@ -150,15 +153,12 @@ class FileSamples:
 
     def take(self, places: np.ndarray, name: str) -> np.ndarray:
         """Read some samples of an input."""
-        dims, column = self._types[name].dims, self._columns[name]
-        if not dims:
-            array, places, per_sample = np.asarray(column), np.zeros(1, int), 1
-        else:
-            per_sample = dims[0] // self._rows
-            array = column[_rows(places, per_sample)]
-        if (outside := first_outside(array, self._ranges[name])) is not None:
+        place, column = self._places.get(name), self._columns[name]
+        array = np.asarray(column) if place is None else place.take(column, _rows(places, place.rows))
+        if (outside := first_outside(array, self._ranges[name], 0 if place is None else place.axis)) is not None:
             row, text = outside
-            raise UsageError(f"{name}: sample {places[row // per_sample]} has {text}", where=self._where)
+            sample = 0 if place is None else places[row // place.rows]
+            raise UsageError(f"{name}: sample {sample} has {text}", where=self._where)
         return array
 
 

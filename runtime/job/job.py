@@ -33,7 +33,7 @@ from penstock.runtime.checkpoint.finding import choose
 from penstock.runtime.checkpoint.format import step_name
 from penstock.runtime.checkpoint.lock import Claims
 from penstock.runtime.checkpoint.resuming import Start, start_from
-from penstock.runtime.data.batches import check_batch, share_of_batch, take_batch
+from penstock.runtime.data.batches import BatchCuts, check_batch, take_batch
 from penstock.runtime.data.samples import check_data
 from penstock.runtime.launch.options import JobOptions, OpenOptions, keywords
 from penstock.runtime.launch.preflight import check_job, check_names, job_options
@@ -402,7 +402,7 @@ class Job:
             hint = "`run` takes a list or an iterator of batches, such as a DataLoader"
             raise UsageError(f"expected batches, got {type(batches).__name__}", hint=hint) from problem
         self._begin()
-        open_, error = True, None
+        open_, error, cuts = True, None, BatchCuts(self.module)
         sent = self.steps_done
         waiting = set(range(self.bundle.world_size))
         self.workers.send_all(RunCommand(sent))
@@ -422,9 +422,7 @@ class Job:
                         self.workers.send_all(End())
                         break
                     for rank, types in enumerate(self._fed):
-                        parts = {
-                            n: share_of_batch(batch[n], types[n], self._shares[rank], self.microbatches) for n in types
-                        }
+                        parts = {n: cuts.share(n, batch[n], self._shares[rank], self.microbatches) for n in types}
                         self.workers.send(rank, Batch(sent), parts)
                     sent += 1
                 step = self._take(waiting)

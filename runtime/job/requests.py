@@ -2,7 +2,7 @@
 them.
 
 In: a module and dicts of arrays by input name. Out: microbatches of b samples, and for every request all module
-outputs by the model's names. b and the rows of a sample are those of runtime/data/samples.py.
+outputs by the model's names. b and the places of samples are those of ir/batch_shares.py.
 
 A request has any number of samples, at least one. Microbatches are filled in the order of the requests. One that no
 request has more samples for is filled up by repeating its last one. Requests share a microbatch only where their scalar
@@ -10,8 +10,8 @@ inputs, which are given whole, are equal, and where the module lets them. Then e
 no random numbers are drawn by the number of the microbatch. A module that looks at other samples of its microbatch (a
 batch norm without stored statistics) does so here, too. Its results depend on the requests that share it.
 
-An output whose first dimension is no multiple of b belongs to whole microbatches: those of a request's microbatches
-are put one after the other.
+An output belongs to whole microbatches where the module says so, or its first dimension is no multiple of b. Those of a
+request's microbatches are put one after the other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.batch_shares import SampleRows, microbatch_size, sample_rows
 from penstock.ir.graph import MICROBATCH, Module
 from penstock.ir.names import shown
 from penstock.ir.types import TensorType, numpy_dtype
@@ -33,6 +33,8 @@ from penstock.runtime.data.ranges import integer_range
 from penstock.runtime.messages.control import Arrays
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +52,33 @@ class SampleLayout:
         self._module, self._renamed = module, renamed
         self.samples = microbatch_size(module)
         self.inputs = {value.name: value.type for value in module.data_inputs}
-        # Rows of one sample; scalars have none.
-        self.rows = {name: type.dims[0] // self.samples for name, type in self.inputs.items() if type.rank}
+        # Where samples lie; scalars have none.
+        self.rows = sample_rows(module)
         self._ranges = {name: integer_range(module, name) for name in self.inputs}
         self.outputs = _output_types(module)
-        self.output_rows = {name: _rows(type, self.samples) for name, type in self.outputs.items()}
+        self.output_rows = {name: _output_rows(module, name, type) for name, type in self.outputs.items()}
+        # The dimension of outputs, by the model's names, that results of several requests are joined along.
+        axes = {name: 0 if place is None else place.axis for name, place in self.output_rows.items()}
+        self.output_axes = self.outside(axes)
         draws = any(value.name == MICROBATCH for value in module.inputs)
-        self.packs = all(self.output_rows.values()) and not draws
+        self.packs = None not in self.output_rows.values() and not draws
 
     def request(self, inputs: Any, where: str, *, copy: bool = False) -> Request:
         """Check a caller's inputs; all that does not fit is one error. `copy`: the caller may change the arrays before
         they are read."""
         arrays = take_batch(self._module, inputs, where, self._renamed)
         problems, counts = [], {}
-        for name, rows in self.rows.items():
+        for name, place in self.rows.items():
             array = arrays.get(name)
             if array is None or array.ndim != self.inputs[name].rank:
                 continue  # check_batch says what is wrong
-            counts[name] = len(array) // rows
-            if len(array) % rows or not len(array):
-                problems.append(f"{name}: {len(array)} rows, expected a multiple of {rows} and at least one")
+            rows = place.count(array)
+            counts[name] = rows // place.rows
+            if rows % place.rows or not rows:
+                along = f" along dimension {place.axis}" if place.axis else ""
+                problems.append(f"{name}: {rows} rows{along}, expected a multiple of {place.rows} and at least one")
         if len(set(counts.values())) > 1:
-            problems.append(counts_differ(counts, self.inputs, self.samples))
+            problems.append(counts_differ(counts, self.rows))
         if problems:
             raise UsageError("does not fit the model:" + itemised(problems), where=where)
         samples = next(iter(counts.values()), self.samples)
@@ -89,11 +96,12 @@ class SampleLayout:
     def microbatch(self, parts: Sequence[RequestPart]) -> Arrays:
         """Return the inputs of one microbatch."""
         inputs: Arrays = {}
-        for name, rows in self.rows.items():
+        for name, place in self.rows.items():
             pieces = [self._slice(name, p.ticket.request.inputs[name], p.start, p.start + p.samples) for p in parts]
             missing = self.samples - sum(p.samples for p in parts)
-            pieces += [pieces[-1][-rows:]] * missing
-            inputs[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            last = place.count(pieces[-1]) // place.rows
+            pieces += [place.part(pieces[-1], last - 1, last)] * missing
+            inputs[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, place.axis)
         return inputs | {name: array for name, array in parts[0].ticket.request.inputs.items() if name not in self.rows}
 
     def alike(self, a: Request, b: Request) -> bool:
@@ -102,14 +110,14 @@ class SampleLayout:
             np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys()
         )
 
-    def outside(self, results: Arrays) -> Arrays:
+    def outside(self, results: Mapping[str, T]) -> dict[str, T]:
         """Return results by the model's names."""
         names = shown(results, self._renamed)
-        return {names[name]: array for name, array in results.items()}
+        return {names[name]: result for name, result in results.items()}
 
     def _slice(self, name: str, array: np.ndarray, start: int, stop: int) -> np.ndarray:
-        rows = self.rows.get(name)
-        return array if rows is None else array[start * rows : stop * rows]
+        place = self.rows.get(name)
+        return array if place is None else place.part(array, start, stop)
 
 
 class Ticket:
@@ -123,7 +131,7 @@ class Ticket:
         self._missing = request.samples * len(layout.outputs)
         self._whole: Arrays = {}
         self._pieces: dict[str, dict[int, np.ndarray]] = {
-            name: {} for name, rows in layout.output_rows.items() if not rows
+            name: {} for name, place in layout.output_rows.items() if place is None
         }
 
     @property
@@ -134,19 +142,19 @@ class Ticket:
     def take(self, part: RequestPart, outputs: Arrays) -> bool:
         """Accept the results of a microbatch that the request has a part in. Return whether they were the last ones."""
         for name, array in outputs.items():
-            rows = self._layout.output_rows[name]
+            place = self._layout.output_rows[name]
             self._missing -= part.samples
-            if not rows:
+            if place is None:
                 self._pieces[name][part.start] = array
                 continue
-            mine = array[part.place * rows : (part.place + part.samples) * rows]
+            mine = place.part(array, part.place, part.place + part.samples)
             if part.samples == self.request.samples:
                 self._whole[name] = mine
                 continue
             if name not in self._whole:
                 type = self._layout.outputs[name]
-                self._whole[name] = np.empty((self.request.samples * rows, *type.dims[1:]), numpy_dtype(type.dtype))
-            self._whole[name][part.start * rows : (part.start + part.samples) * rows] = mine
+                self._whole[name] = np.empty(place.shape(type.dims, self.request.samples), numpy_dtype(type.dtype))
+            place.part(self._whole[name], part.start, part.start + part.samples)[...] = mine
         return self._missing == 0
 
     def results(self) -> Arrays:
@@ -232,5 +240,9 @@ def _output_types(module: Module) -> dict[str, TensorType]:
     return {name: types[name] for name in module.outputs}
 
 
-def _rows(type: TensorType, samples: int) -> int:
-    return type.dims[0] // samples if type.rank and type.dims[0] % samples == 0 else 0
+def _output_rows(module: Module, name: str, type: TensorType) -> SampleRows | None:
+    """Return where samples lie in an output; None for one of whole microbatches."""
+    axis, samples = module.batch.get(name, 0), microbatch_size(module)
+    if axis is None or not type.rank or type.dims[axis] % samples:
+        return None
+    return SampleRows(axis, type.dims[axis] // samples)

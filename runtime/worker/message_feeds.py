@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.ir.batch_shares import share_of
 from penstock.ir.graph import Module
-from penstock.runtime.data.batches import cut_batch
+from penstock.runtime.data.batches import BatchCuts
 from penstock.runtime.messages.control import Arrays, Batch, End, Message, RequestBatch
 from penstock.runtime.messages.status import Status
 from penstock.support.errors import VerifyError
@@ -75,15 +75,14 @@ class BatchFeed(_MessageFeed):
         assert module.schedule is not None
         self._per_batch = module.schedule.microbatches
         self._place = {index: i for i, index in enumerate(share_of(module, rank))}
-        self._types = {value.name: value.type for value in module.inputs}
-        self._cuts = InputCuts(module, rank)
+        self._batches, self._cuts = BatchCuts(module), InputCuts(module, rank)
 
     def _unit_of(self, message: Message) -> int | None:
         return message.index if isinstance(message, Batch) else None
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         batch, index = divmod(mb, self._per_batch)
-        return self._cuts(name, cut_batch(self._held[batch][name], self._types[name], self._place[index]))
+        return self._cuts(name, self._batches.part(name, self._held[batch][name], self._place[index]))
 
 
 class RequestFeed(_MessageFeed):

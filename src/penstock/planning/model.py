@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.frontends.imported import Imported
 from penstock.ir.graph import Module
+from penstock.ir.sharding.batch_dims import with_batch_dims
 
 from .watching import Feedback
 
@@ -26,7 +27,11 @@ class Model:
     @property
     def module(self) -> Module:
         """The model as a program of one graph, `main`."""
-        return self.imported.module
+        return self._module
+
+    @cached_property
+    def _module(self) -> Module:
+        return with_batch_dims(self.imported.module, self.imported.symbols)
 
     def __repr__(self) -> str:
         return f"<imported {repr(self.module)[1:]}"

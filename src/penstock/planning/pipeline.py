@@ -11,6 +11,7 @@ from penstock.frontends.training import Training, attach_loss
 from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import REPLICAS, Mesh, Module
+from penstock.ir.sharding.batch_dims import with_batch_dims
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.schedules.dealing import fair_shares
@@ -126,7 +127,7 @@ def _pipeline(
     if training is None:
         return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, settings)
     settings = replace(settings, precision=options.precision or training.precision, guard=training.guard_options())
-    module = attach_loss(module, training, model.imported.names)
+    module = with_batch_dims(attach_loss(module, training, model.imported.names), model.imported.symbols)
     return module, training_pipeline(training.pass_options(), cuts, settings)
 
 

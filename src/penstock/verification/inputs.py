@@ -52,7 +52,10 @@ def _batch(module: Module, samples: Samples, microbatches: int, batch: int) -> B
     parts = range(batch * microbatches, (batch + 1) * microbatches)
     pieces = {v.name: [np.asarray(samples.microbatch(mb, v.name)) for mb in parts] for v in module.data_inputs}
     # Every microbatch gets the whole scalar input.
-    return {name: np.concatenate(arrays) if arrays[0].ndim else arrays[0] for name, arrays in pieces.items()}
+    return {
+        name: np.concatenate(arrays, module.batch.get(name) or 0) if arrays[0].ndim else arrays[0]
+        for name, arrays in pieces.items()
+    }
 
 
 def _is_reproducer(data: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from oracles.classifier import ROWS, WIDTH, classifier, make_batches
 from torch.utils.data import DataLoader, TensorDataset
 
-from penstock.runtime.data.batches import check_batch, share_of_batch, take_batch
+from penstock.runtime.data.batches import BatchCuts, check_batch, take_batch
 from penstock.runtime.job.job import open as open_job
 from penstock.runtime.worker.feeds import DataFeed, Prefetch
 from penstock.support.errors import UsageError
@@ -141,10 +141,10 @@ def test_what_is_no_batch(module, given, said):
 
 
 def test_shares_of_a_batch(module):
-    types = {value.name: value.type for value in module.inputs}
+    cuts = BatchCuts(module)
     x = np.arange(3 * ROWS * WIDTH, dtype=np.float32).reshape(3 * ROWS, WIDTH)
-    np.testing.assert_array_equal(share_of_batch(x, types["x"], [0, 2], 3), np.concatenate([x[:ROWS], x[2 * ROWS :]]))
-    assert share_of_batch(x, types["x"], [0, 1, 2], 3) is x
+    np.testing.assert_array_equal(cuts.share("x", x, [0, 2], 3), np.concatenate([x[:ROWS], x[2 * ROWS :]]))
+    assert cuts.share("x", x, [0, 1, 2], 3) is x
 
 
 def test_a_data_loader(bundle_of):

@@ -139,15 +139,15 @@ def synthetic(module: Module, samples: int, seed: int) -> Arrays:
     """Return seeded noise of the right types."""
     import numpy as np  # lazy: heavy
 
-    from penstock.ir.batch_shares import microbatch_size  # lazy: heavy
+    from penstock.ir.batch_shares import microbatch_size, sample_rows  # lazy: heavy
     from penstock.runtime.data.samples import SyntheticSamples  # lazy: heavy
 
-    source, rows = SyntheticSamples(module, seed), microbatch_size(module)
+    source, size, places = SyntheticSamples(module, seed), microbatch_size(module), sample_rows(module)
     arrays: Arrays = {}
     for value in module.data_inputs:
-        pieces = [source.microbatch(mb, value.name) for mb in range(-(-samples // rows) if value.type.rank else 1)]
-        joined = np.concatenate(pieces) if value.type.rank else pieces[0]
-        arrays[value.name] = joined[: samples * (value.type.dims[0] // rows)] if value.type.rank else joined
+        place = places.get(value.name)
+        pieces = [source.microbatch(mb, value.name) for mb in range(1 if place is None else -(-samples // size))]
+        arrays[value.name] = pieces[0] if place is None else place.part(np.concatenate(pieces, place.axis), 0, samples)
     return arrays
 
 
@@ -210,7 +210,7 @@ def answer(
         _percentiles(latencies),
     )
     names = pieces[0] if pieces else {}
-    return {name: _joined([piece[name] for piece in pieces]) for name in names}, report
+    return {name: _joined([p[name] for p in pieces], inference.layout.output_axes[name]) for name in names}, report
 
 
 def _percentiles(latencies: list[float]) -> dict[str, float]:
@@ -219,10 +219,10 @@ def _percentiles(latencies: list[float]) -> dict[str, float]:
     return {f"p{p}": float(np.percentile(latencies, p)) for p in PERCENTILES} | {"max": max(latencies)}
 
 
-def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+def _joined(pieces: list[np.ndarray], axis: int) -> np.ndarray:
     import numpy as np  # lazy: heavy
 
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
 
 def _write(path: Path, outputs: Arrays) -> None:
