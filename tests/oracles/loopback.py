@@ -17,7 +17,7 @@ from penstock.ir.graph import Module, stage_vars, stepped_vars, summed_vars
 from penstock.runtime.group.group import Team
 from penstock.runtime.state.store import Store
 from penstock.runtime.telemetry.memory_trace import RankTrace
-from penstock.runtime.transport import transport as transports
+from penstock.runtime.transport import gloo_wire, sums
 from penstock.runtime.transport.transport import RankTransport
 from penstock.runtime.worker.executor import Conduct, Executor
 from penstock.runtime.worker.feeds import DataFeed
@@ -104,8 +104,8 @@ def _traced(
 ) -> list[RankTrace]:
     mail, members = Mail(), module.schedule.members()
     loss = next(v for graph in module.graphs.values() for v in graph.outs if v.name == module.outputs[0])
-    monkeypatch.setattr(transports, "_world", lambda: mail)
-    monkeypatch.setattr(transports, "dist", SimpleNamespace(all_reduce=mail.all_reduce))
+    monkeypatch.setattr(gloo_wire, "_world", lambda: mail)
+    monkeypatch.setattr(sums, "dist", SimpleNamespace(all_reduce=mail.all_reduce))
     traces: dict[int, RankTrace] = {}
     failed: list[BaseException] = []
 
