@@ -128,7 +128,7 @@ class Job:
     def _begin_records(self) -> None:
         """Begin the lists, by rank, of what the workers report of themselves."""
         world = self.bundle.world_size
-        self.peak_bytes, self.base_bytes = [0] * world, [0] * world
+        self.peak_bytes, self.base_bytes, self.device_bytes = [0] * world, [0] * world, [0] * world
         # The longest that a save had to wait for the one before, in seconds.
         self.save_waited = 0.0
         self.traces: list[list[Event]] = [[] for _ in range(world)]
@@ -352,6 +352,7 @@ class Job:
         else:
             self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
             self.base_bytes[rank] = message.base_bytes
+            self.device_bytes[rank] = max(self.device_bytes[rank], message.device_bytes)
             self.save_waited = max(self.save_waited, message.waited)
 
     def _paused(self) -> AbstractContextManager[None]:

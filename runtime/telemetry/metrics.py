@@ -17,6 +17,10 @@ the seconds under way and the seconds that were waited (collective_times.py):
 
     {"step": 99, "shift_tp": 400, "shift_tp_bytes": 51200, "shift_tp_s": 0.4, "shift_tp_exposed_s": 0.1}
 
+Where ranks have GPUs, a row has the most memory of each such rank's GPU in use at the end of a batch, by all programs:
+
+    {"step": 99, "rank1_gpu_bytes": 2147483648}
+
 `step_s` is the time since the step before (since the start of the run for the first one). `grad_norm`, that of the
 whole gradient before it is clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16). An
 update by one that is not finite was skipped. A number that is not finite is written as the string "nan" or "inf",
@@ -172,6 +176,12 @@ class Metrics:
                 f"{total.seconds:.3f} s under way, of which ranks waited {total.exposed:.3f} s"
             )
         self._write(row)
+
+    def on_devices(self, done: int, used: Sequence[int]) -> None:
+        """Write the memory of GPUs that was in use, in a row of its own. `used` has 0 for ranks without one."""
+        row: Row = {f"rank{rank}_gpu_bytes": nbytes for rank, nbytes in enumerate(used) if nbytes}
+        if row:
+            self._write({"step": done - 1, **row})
 
     def _write(self, row: Row) -> None:
         if self._file is not None:

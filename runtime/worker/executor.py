@@ -45,11 +45,13 @@ from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.settings import Settings, learning_rate, settings_of
 from penstock.runtime.state.store import CPU, Recycled, Store, as_array, fill
+from penstock.runtime.telemetry.device_memory import DeviceMemory
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import VerifyError
 
 from .actions import ActionStream, Feed
+from .device_times import DeviceTimes
 from .feeds import number_of
 from .pace import Pace
 from .readings import Readings
@@ -125,6 +127,8 @@ class Executor:
         self._buffers = Recycled()
         self._copies = None if store.device == CPU else transport.copies
         self._readings = Readings(self._copies, self._finish_step)
+        self._times = None if self._copies is None else DeviceTimes(store.device, self._spent)
+        self.device_memory = DeviceMemory(store.device)
         self.tables = settings_of(module) if conduct.tables is None else conduct.tables
         self._check = conduct.check
         self._ahead, self._key = conduct.offset // microbatch_size(module), conduct.key
@@ -193,6 +197,8 @@ class Executor:
         )
         if self.ledger is not None:
             self.ledger.run(first)
+        if self._times is not None:
+            self._times.start()
         while (upcoming := stream.pop()) is not None:
             action, retires = upcoming
             if self.ledger is not None:
@@ -205,25 +211,28 @@ class Executor:
             if kind in SUM_USERS:
                 # Waiting for other ranks is no part of the computation's time.
                 self.transport.finish_sum(action)
+            begun = None if self._times is None else self._times.mark()
             started = self._started = time.monotonic()
             handlers[kind](action)
             if self.pace.asked:
                 self.pace.keep(action, started)
-            ended = time.monotonic()
-            if kind in COMPUTE:
-                self.status.spend(ended - started)
-            if self.events is not None:
-                self.events.append((str(action), started, ended))
+            if self._times is None or begun is None:
+                self._spent(action, started, time.monotonic())
+            else:
+                self._times.end(action, begun)
             if retires is not None and self.retire:
                 self.store.retire(retires)
             is_last = action.mb % self.schedule.microbatches == self._share[-1]
             if kind == self._last_kind and (unit == 1 or is_last):
                 feed.finish(action.mb // unit)
-            if self._copies is not None:
+            if self._times is not None:
                 if kind == self._last_kind and is_last and not self._updates and not self.is_loss_stage:
-                    self._readings.end(action.mb // self.schedule.microbatches)
+                    self._end_batch(action.mb // self.schedule.microbatches, None)
                 self._readings.look()
+                self._times.look()
         self._readings.settle()
+        if self._times is not None:
+            self._times.settle()
         self.status.show(None)
         self.transport.flush()
         assert not self.store.values or not self._drops, f"values are left over: {self.store.values.keys()}"
@@ -263,7 +272,7 @@ class Executor:
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
-        self._readings.end(action.mb, results.get(NORM))
+        self._end_batch(action.mb, results.get(NORM))
 
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
@@ -340,7 +349,19 @@ class Executor:
     def _take_loss(self, mb: int, loss: torch.Tensor) -> None:
         batch = mb // self.schedule.microbatches
         if self._readings.take(batch, loss) == len(self._share) and not self._updates:
-            self._readings.end(batch)
+            self._end_batch(batch, None)
+
+    def _end_batch(self, batch: int, norm: torch.Tensor | None) -> None:
+        """Do what comes once a batch, behind all of its actions."""
+        self._readings.end(batch, norm)
+        self.device_memory.look()
+
+    def _spent(self, action: Action, began: float, ended: float) -> None:
+        """Enter the time of an action."""
+        if action.kind in COMPUTE:
+            self.status.spend(ended - began)
+        if self.events is not None:
+            self.events.append((str(action), began, ended))
 
     def _finish_step(self, batch: int, losses: tuple[float, ...], norm: float | None) -> None:
         """Report a step."""

@@ -61,6 +61,7 @@ from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, as_array
+from penstock.runtime.telemetry.device_memory import device_without_memory
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.overdue import Overdue
@@ -186,12 +187,12 @@ class Worker:
                 self._finish_run()
             case SaveCommand(directory, step, background, keep_last):
                 waited = self.saver.save(Path(directory), step, background=background, keep_last=keep_last)
-                self.reply(Done(peak_bytes(), self.base, waited), {})
+                self.reply(self._done(waited), {})
             case Evaluate(samples):
                 losses = evaluate(self.executor, self.evaluation, samples, self.cuts)
                 if self.executor.is_loss_stage:
                     self.reply(Evaluated(losses), {})
-                self.reply(Done(peak_bytes(), self.base), {})
+                self.reply(self._done(), {})
             case FetchParameters():
                 self.reply(
                     Parameters(),
@@ -216,7 +217,7 @@ class Worker:
                 self.saver.finish()
                 self.carriers.close()
                 self.group.leave()
-                self.reply(Done(peak_bytes(), self.base), {})
+                self.reply(self._done(), {})
                 return False
             case _:
                 raise VerifyError(f"command {type(command).__name__} is out of place", where=f"rank {self.rank}")
@@ -242,7 +243,10 @@ class Worker:
             self.reply(TraceRecord(tuple(self.executor.events), self.executor.ledger.taken(), collectives), {})
             self.executor.events.clear()
             self.exchange.events = []
-        self.reply(Done(peak_bytes(), self.base), {})
+        self.reply(self._done(), {})
+
+    def _done(self, waited: float = 0.0) -> Done:
+        return Done(peak_bytes(), self.base, waited, self.executor.device_memory.most)
 
     def _load_store(self, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)
@@ -314,8 +318,9 @@ class Commands:
         os._exit(1)
 
 
-def describe_failure(error: BaseException) -> Failed:
-    """Return an error as a message; one that is not meant for users goes with its traceback."""
+def describe_failure(error: BaseException, device: torch.device | None = None) -> Failed:
+    """Return an error as a message; one that is not meant for users goes with its traceback. `device` is that of the
+    rank, if it has one."""
     if isinstance(error, PenstockError):
         return Failed(type(error).__name__, error.what, error.where, error.hint)
     if is_out_of_memory(error):
@@ -323,6 +328,8 @@ def describe_failure(error: BaseException) -> Failed:
             "`penstock inspect --memory` says what was expected of tensors; "
             "a `memory` in the cluster file, or --recompute all, makes plans that need less"
         )
+        if on_device := device_without_memory(error, device):
+            return Failed(DoesNotFit.__name__, on_device, hint=hint)
         try:
             reached = f", at {peak_bytes() / 2**20:.0f} MiB"
         except MemoryError:  # not even for looking that up
@@ -377,7 +384,7 @@ def serve_rank(rank: Rank, parent: int) -> int:
         while (command := receive(True)) is not None and worker.obey(command[0]):
             pass
     except BaseException as error:
-        failure = describe_failure(error)
+        failure = describe_failure(error, None if worker is None else worker.store.device)
         if isinstance(error, PeerLost) and not error.where:
             failure = describe_failure(PeerLost(error.what, where=f"rank {rank.rank}, {status.text}", hint=error.hint))
         if worker is not None:

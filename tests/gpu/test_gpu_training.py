@@ -27,7 +27,8 @@ def losses(
     run_bundle(
         bundle, data="synthetic", steps=STEPS, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
     )
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
 
 
 def write(name: str, folder: Path) -> api.Model:

@@ -1,12 +1,13 @@
 """The reference back end on devices of straw: a stage for a GPU is interpreted in memory of that GPU, behind what its stream does.
 
 `install()` changes the reference back end of this process. Then everything around stages runs as with a GPU: inputs, messages, sums, readings, saving.
-Nothing is compiled, so that a run takes seconds.
+Nothing is compiled, so that a run takes seconds. A computation takes STRAW_SECONDS longer than it has to.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,10 @@ class DeviceProgram(numpy_backend.NumpyProgram):
         results = [devices().empty(dims, dtype, self.device.index) for dims, dtype in self._types[graph]]
         given, made, interpret = [x.held for x in on_device], [x.held for x in results], super().call
 
+        seconds = float(os.environ.get("STRAW_SECONDS", "0"))
+
         def work() -> None:
+            time.sleep(seconds)
             for target, result in zip(made, interpret(graph, given), strict=True):
                 target.copy_(result)
 

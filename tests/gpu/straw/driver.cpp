@@ -51,14 +51,18 @@ int cudaGetDevice(int* device);
 #include <cstdlib>
 #include <deque>
 #include <functional>
+#include <ctime>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
 namespace {
-const size_t PAGE = 4096, BOUNDARY = 256, CAPACITY = size_t(1) << 32;
+const size_t PAGE = 4096, BOUNDARY = 256;
+size_t capacity() { const char* n = getenv("STRAW_MEMORY"); return n ? strtoull(n, nullptr, 10) : size_t(1) << 32; }
+const size_t CAPACITY = capacity();
 const unsigned char POISON = 0xff, PATTERN = 0xa5;
 
 struct Stream;
@@ -71,7 +75,7 @@ struct Stream {
   std::deque<Task> tasks;
 };
 struct Block { char *map, *base; size_t mapped, size; int device; uint64_t number; };  // device -1: pinned host memory
-struct Event { Mark mark{nullptr, 0}; };
+struct Event { Mark mark{nullptr, 0}; std::shared_ptr<double> at; };  // when the device got there, in milliseconds
 
 std::recursive_mutex guard;
 std::map<char*, Block> live;
@@ -201,6 +205,11 @@ int release(void* address, bool pinned, const char* what) {
   return OK;
 }
 
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
+}
 Stream* default_of(int device) {
   Stream*& stream = defaults[device];
   if (!stream) streams.insert(stream = new Stream{device, true, true});
@@ -478,7 +487,8 @@ int cudaEventRecord(void* event, void* handle) {
   LOCKED;
   Stream* stream = stream_of(handle);
   if (!stream || !events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such stream or event");
-  queue(stream, {"event", {}, [] {}});
+  std::shared_ptr<double> at = ((Event*)event)->at = std::make_shared<double>(-1);
+  queue(stream, {"event", {}, [=] { *at = now(); }});
   ((Event*)event)->mark = {stream, stream->queued};
   return OK;
 }
@@ -497,7 +507,15 @@ int cudaEventQuery(void* event) {
   if (sticky) return recent = sticky;
   return !mark.stream || mark.stream->done >= mark.position ? OK : NOT_READY;
 }
-int cudaEventElapsedTime(float* ms, void*, void*) { *ms = 0; return OK; }
+int cudaEventElapsedTime(float* ms, void* first, void* second) {
+  LOCKED;
+  if (!events.count((Event*)first) || !events.count((Event*)second)) return fault(BAD_HANDLE, "event", "no such event");
+  std::shared_ptr<double> from = ((Event*)first)->at, to = ((Event*)second)->at;
+  if (!from || !to) return fault(BAD_HANDLE, "event", "an event without a time");
+  if (*from < 0 || *to < 0) return recent = NOT_READY;
+  *ms = *to - *from;
+  return OK;
+}
 #define GRAPH(name) int name() { return recent = UNSUPPORTED; }
 GRAPH(cudaGraphDestroy) GRAPH(cudaGraphExecDestroy) GRAPH(cudaGraphInstantiate) GRAPH(cudaGraphLaunch)
 GRAPH(cudaStreamBeginCapture) GRAPH(cudaStreamEndCapture)

@@ -62,6 +62,7 @@ def load(folder: Path) -> ctypes.CDLL:
     runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
     for name in ("cudaStreamSynchronize", "cudaEventDestroy", "cudaEventSynchronize", "cudaEventQuery"):
         getattr(runtime, name).argtypes = [pointer]
+    runtime.cudaEventElapsedTime.argtypes = [pointer, pointer, pointer]
     runtime.cudaEventRecord.argtypes = [pointer, pointer]
     runtime.cudaStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
     runtime.cudaFree.argtypes = [pointer]

@@ -62,7 +62,8 @@ def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[flo
     run_bundle(
         bundle, data="synthetic", steps=case.steps, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
     )
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
 
 
 def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
