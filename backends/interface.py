@@ -93,14 +93,15 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class StageSources:
-    """The readable code of a stage: calls in order, sources of kernels by name, the functions that call them, and the
-    input of a compiler for GPUs."""
+    """The readable code of a stage: calls in order, sources of kernels by name, the functions that call them; the input
+    of a compiler for GPUs, and what its assembler says of each kernel."""
 
     target: str
     calls: tuple[KernelCall, ...]
     kernels: Mapping[str, str]
     functions: str
     device: str = ""
+    assembled: str = ""
 
 
 class Viewer(Protocol):

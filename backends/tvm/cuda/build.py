@@ -101,7 +101,7 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
             count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
             remarks.append(f"{count} kernels of {where}")
         report(1, 3, f"compiling {count} kernels of {where} for {target} with nvcc")
-        device: list[str] = []
+        device = {"kernels.cu": "", "ptxas.txt": ""}
         try:
             with options.step("nvcc") as remarks:
                 remarks.append(out.name)
@@ -110,7 +110,7 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
             if viewer is not None:
                 # Code that nvcc refuses is shown, too.
                 sources = StageSources(
-                    target, calls_of(lowered, called), kernels, functions_text(module), "".join(device)
+                    target, calls_of(lowered, called), kernels, functions_text(module), *device.values()
                 )
                 viewer.sources(out.name.partition(".")[0], sources)
         content = out.read_bytes()
@@ -131,9 +131,9 @@ def _kept_sources(libraries: Cache, key: str) -> StageSources | None:
     return None if entry is None else msgspec.json.decode(entry, type=StageSources)
 
 
-def compile_apart(module: str, target: str, out: Path, where: str, device: list[str] | None = None) -> None:
-    """Compile a lowered module, given as TVM's JSON, in a process of its own. The source that nvcc got is put into
-    `device`."""
+def compile_apart(module: str, target: str, out: Path, where: str, texts: dict[str, str] | None = None) -> None:
+    """Compile a lowered module, given as TVM's JSON, in a process of its own. The files for readers that `texts` names
+    are put there, as far as the process has made them."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".cuda-") as scratch:
         work = Path(scratch)
         (work / "module.json").write_text(module)
@@ -144,8 +144,10 @@ def compile_apart(module: str, target: str, out: Path, where: str, device: list[
             )
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"nvcc did not finish within {_LONGEST:g} s", where=where) from error
-        if device is not None and (work / "kernels.cu").exists():
-            device.append((work / "kernels.cu").read_text(encoding="utf-8"))
+        for name in texts or ():
+            if (work / name).exists():
+                assert texts is not None
+                texts[name] = (work / name).read_text(encoding="utf-8")
         failure = work / "failure.json"
         if failure.exists():
             raise BuildError(**json.loads(failure.read_text()), where=where)

@@ -1,7 +1,7 @@
 """The process that makes device code: `python -m penstock.backends.tvm.cuda.compiler FOLDER ARCHITECTURE`.
 
-In: FOLDER/module.json, a lowered module. Out: FOLDER/stage.so, and FOLDER/kernels.cu for readers; or
-FOLDER/failure.json with the error.
+In: FOLDER/module.json, a lowered module. Out: FOLDER/stage.so, and for readers FOLDER/kernels.cu and what the assembler
+says of it, FOLDER/ptxas.txt; or FOLDER/failure.json with the error.
 
 TVM compiles kernels to machine code only if its CUDA runtime can be loaded, which is linked with libcuda.so.1, the
 driver's library. Nothing of it is called while compiling. Where it is missing, a stand-in with the same symbols, each
@@ -44,13 +44,15 @@ class CompilerFailure(Exception):
         self.what, self.hint = what, hint
 
 
-def _run(command: list[str], folder: Path, what: str, hint: str) -> None:
+def _run(command: list[str], folder: Path, what: str, hint: str) -> str:
+    """Run a command; return what it said on stderr."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise CompilerFailure(f"{what}: {command[0]} is not on the PATH", hint) from error
     if done.returncode != 0:
         raise CompilerFailure(f"{what}: {(done.stderr or done.stdout).strip()[-2000:]}", hint)
+    return done.stderr
 
 
 def load_driver(folder: Path) -> None:
@@ -116,13 +118,16 @@ def compile_module(folder: Path, architecture: str) -> None:
     def compile_source(source: str) -> bytearray:
         (folder / "kernels.cu").write_text(source)
         number = architecture.removeprefix("sm_")
-        options = ["--cubin", "-O3", "-w", "-gencode", f"arch=compute_{number},code=sm_{number}"]
-        _run(
+        options = ["--cubin", "-O3", "-w", "-Xptxas", "-v", "-gencode", f"arch=compute_{number},code=sm_{number}"]
+        said = _run(
             ["nvcc", *options, "-o", "kernels.cubin", "kernels.cu"],
             folder,
             "nvcc failed",
             "`--dump-ir` keeps the source",
         )
+        # How long the assembler took is another number every time.
+        lines = [line for line in said.splitlines(keepends=True) if "Compile time" not in line]
+        (folder / "ptxas.txt").write_text("".join(lines))
         return bytearray((folder / "kernels.cubin").read_bytes())
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)

@@ -31,6 +31,8 @@ SORTED_FROM = 1024
 CHUNK = 64
 _BITS = 4
 _DIGITS = 1 << _BITS
+# Threads of the one block that makes places of counts.
+_AT_ONCE = 1024
 # Threads that sort, and the least indices of each.
 _MOST_PARTS, _LEAST_IN_PART = 1024, 8
 
@@ -68,32 +70,34 @@ def _emit_pass(
     for moves in (False, True):
         with emit.launch(ceil_div(parts, THREADS), THREADS) as (block, thread):
             part = emit.bind(block * THREADS + thread, "part")
+            # Counts are looked up by digit, which registers cannot be. Each thread has its own.
+            counts = emit.shared(_DIGITS * THREADS, "i32", "counts")
             with emit.when(part < parts):
-                counts = emit.alloc(_DIGITS, "i32", "counts")
                 with emit.loop(_DIGITS) as d:
-                    emit.store(counts, emit.load(first, d * parts + part) if moves else i32(0), d)
+                    emit.store(counts, emit.load(first, d * parts + part) if moves else i32(0), d * THREADS + thread)
                 with emit.loop(length) as step:
                     n = emit.bind(part * length + step, "n")
                     with emit.when(n < count):
                         row = emit.bind(emit.load(source[0], n), "own")
                         digit = emit.bind((row >> shift) & (_DIGITS - 1), "digit")
-                        place = emit.keep(emit.load(counts, digit), "place")
+                        mine = emit.bind(digit * THREADS + thread, "mine")
+                        place = emit.keep(emit.load(counts, mine), "place")
                         if moves:
                             emit.store(target[0], row, place)
                             emit.store(target[1], emit.load(source[1], n), place)
-                        emit.store(counts, place + 1, digit)
+                        emit.store(counts, place + 1, mine)
                 if not moves:
                     with emit.loop(_DIGITS) as d:
-                        emit.store(first, emit.load(counts, d), d * parts + part)
+                        emit.store(first, emit.load(counts, d * THREADS + thread), d * parts + part)
         if not moves:
             _emit_places(body, first, _DIGITS * parts)
 
 
 def _emit_places(body: DeviceBody, counts: Buffer, size: int) -> None:
     """Emit the sums of all earlier counts in place of each, by one block."""
-    emit, each = body.emit, ceil_div(size, THREADS)
-    with emit.launch(1, THREADS) as (_, thread):
-        sums = emit.shared(THREADS, "i32", "sums")
+    emit, each = body.emit, ceil_div(size, _AT_ONCE)
+    with emit.launch(1, _AT_ONCE) as (_, thread):
+        sums = emit.shared(_AT_ONCE, "i32", "sums")
         total = emit.alloc(1, "i32", "total")
         emit.store(total, i32(0), zero())
         with emit.loop(each) as step:
@@ -102,10 +106,16 @@ def _emit_places(body: DeviceBody, counts: Buffer, size: int) -> None:
                 emit.store(total, emit.load(total, zero()) + emit.load(counts, n), zero())
         emit.store(sums, emit.load(total, zero()), thread)
         emit.barrier()
-        emit.store(total, i32(0), zero())
-        with emit.loop(THREADS) as other:
-            earlier = tirx.Select(other < thread, emit.load(sums, other), i32(0))
-            emit.store(total, emit.load(total, zero()) + earlier, zero())
+        # Each place gets the sum of twice as many threads in every turn.
+        distance = 1
+        while distance < _AT_ONCE:
+            earlier = emit.keep(emit.load(sums, tirx.max(thread - distance, 0)), "earlier")
+            emit.barrier()
+            with emit.when(thread >= distance):
+                emit.store(sums, emit.load(sums, thread) + earlier, thread)
+            emit.barrier()
+            distance *= 2
+        emit.store(total, emit.load(sums, thread) - emit.load(total, zero()), zero())
         with emit.loop(each) as step:
             n = emit.bind(thread * each + step, "n")
             with emit.when(n < size):

@@ -12,14 +12,15 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import tvm
 from tvm import tirx
 
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer, Emitter, Expr, dtype_name
+from penstock.backends.tvm.kernels.tools.elements import zero
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer, Emitter, Expr, dtype_name, i32
 from penstock.backends.tvm.kernels.tools.functions import Functions
 
 # These are f32 in registers: they are widened when loaded and rounded when stored.
@@ -82,6 +83,12 @@ class ThreadEmitter(Emitter):
         assert len(self._blocks) > 1, "memory of threads is allocated in launches"
         return self._allocate(size, dtype, name, self._scope)
 
+    def local(self, name_of_type: str, name: str) -> Buffer:
+        """Allocate one element in a register, of one of TVM's types."""
+        buffer = tirx.decl_buffer((1,), name_of_type, name=self.fresh(name), scope=self._scope)
+        self.add(tirx.AllocBuffer(buffer))
+        return buffer
+
     def shared(self, size: int, dtype: str, name: str) -> Buffer:
         """Allocate memory of one block."""
         return self._allocate(size, dtype, name, "shared")
@@ -121,9 +128,26 @@ class DeviceFunctions(Functions):
     """Elementary functions of the device's library, which needs no vectoriser: within 2 ulp in f32, and right for nan
     and infinities."""
 
+    emit: ThreadEmitter
+
     def __init__(self, emit: ThreadEmitter) -> None:
         super().__init__(emit)
         self.bind = emit.keep
+
+    def row_in_force(
+        self, dims: tuple[int, ...], read: Callable[[Expr, Expr], Expr], begun: Callable[[Expr], Expr]
+    ) -> Sequence[Expr]:
+        """Choose a row by a loop: a table in registers would leave few of them for what follows."""
+        emit, (rows, columns) = self.emit, dims
+        first = [read(zero(), i32(c)) for c in range(columns)]
+        chosen = [emit.local(dtype_name(value), "chosen") for value in first]
+        for place, value in zip(chosen, first, strict=True):
+            emit.store(place, value, zero())
+        if rows > 1:
+            with emit.loop(rows - 1) as r, emit.when(emit.bind(begun(read(r + 1, zero())))):
+                for c, place in enumerate(chosen):
+                    emit.store(place, read(r + 1, i32(c)), zero())
+        return [emit.bind(emit.load(place, zero())) for place in chosen]
 
     def exp(self, x: Expr) -> Expr:
         return self.bind(tirx.exp(x))

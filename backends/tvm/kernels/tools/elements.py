@@ -301,16 +301,9 @@ def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 def _ramp(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     """Choose the columns of the row in force, then compute the curve once."""
     step = read(1, ())
-    rows, columns = op.ins[0].type.dims
-    places = [
-        [read(0, (tirx.IntImm("int32", r), tirx.IntImm("int32", c))) for c in range(columns)] for r in range(rows)
-    ]
-    start, length, first, last, shape = places[0]
-    for row in places[1:]:
-        on = f.bind(row[0] <= step)
-        start, length, first, last, shape = (
-            tirx.Select(on, a, b) for a, b in zip(row, (start, length, first, last, shape), strict=True)
-        )
+    start, length, first, last, shape = f.row_in_force(
+        op.ins[0].type.dims, lambda r, c: read(0, (r, c)), lambda begin: begin <= step
+    )
     first, last, shape = f.bind(first), f.bind(last), f.bind(shape)
     done = f.bind((step - start) / length)
     part = f.bind(

@@ -19,10 +19,11 @@ min and max do not.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
-from .emit import VECTOR, Emitter, Expr, dtype_name, literal
+from .emit import VECTOR, Emitter, Expr, dtype_name, i32, literal
 from .lanes import Wide, mend
 from .powers import power
 from .trigonometry import cosine, sine
@@ -124,6 +125,19 @@ class Functions:
     def _instructions(self, x: Expr) -> Wide | None:
         """Return AVX-512's own instructions, where x is one lane of 16 floats."""
         return self._wide if self._wide is not None and _is_f32(x) and self._wide.usable() else None
+
+    def row_in_force(
+        self, dims: tuple[int, ...], read: Callable[[Expr, Expr], Expr], begun: Callable[[Expr], Expr]
+    ) -> Sequence[Expr]:
+        """Choose the last row of a short table whose first column fulfils a condition; the first row where none
+        does."""
+        rows, columns = dims
+        table = [[read(i32(r), i32(c)) for c in range(columns)] for r in range(rows)]
+        chosen = table[0]
+        for row in table[1:]:
+            on = self.bind(begun(row[0]))
+            chosen = [tirx.Select(on, a, b) for a, b in zip(row, chosen, strict=True)]
+        return chosen
 
     def _horner(self, x: Expr, coefficients: tuple[float, ...]) -> Expr:
         value = _f32(coefficients[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import add_settings, settings_from
+from penstock.commands.rare import show_rarely
 from penstock.inspection.views import colours
 from penstock.inspection.views.plain import as_json
 from penstock.support.errors import UsageError
@@ -136,11 +137,12 @@ def _add_views(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--links", action="store_true", help="list the edges between ranks: what carries their messages, and how fast"
     )
-    parser.add_argument(
+    checkpoint = parser.add_argument(
         "--checkpoint",
         metavar="DIR",
         help="with --params: statistics of this checkpoint, or of the newest one in this directory",
     )
+    show_rarely(checkpoint)
 
 
 def _add_kernels(parser: ArgumentParser) -> None:
@@ -152,6 +154,15 @@ def _add_kernels(parser: ArgumentParser) -> None:
         action="store_true",
         help="with --kernels or --where-time-goes: compile each kernel by itself and time it on this machine",
     )
+    resources = parser.add_argument(
+        "--ptxas",
+        nargs="?",
+        const="",
+        metavar="ARCH,...",
+        help="with --kernels: registers, spilled registers, shared memory and occupancy of every kernel on GPUs, for "
+        "the stage's architecture or for these; needs nvcc and no GPU",
+    )
+    show_rarely(resources)
     parser.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
 
 
@@ -192,6 +203,9 @@ def run(arguments: Namespace) -> None:
         from penstock.inspection.views.links import show_links  # lazy: heavy
 
         print(show_links(subject.module, terminal_width()))
+    if arguments.ptxas is not None:
+        _show_resources(subject.module, arguments)
+        return
     rows = _kernel_rows(subject, arguments)
     if arguments.where_time_goes:
         _show_time(subject.module, rows, arguments)
@@ -222,6 +236,8 @@ def _check(arguments: Namespace, wanted: Sequence[str]) -> None:
         problems.append("--trace goes with --memory, --where-time-goes or --html")
     if arguments.where_time_goes and not arguments.trace:
         problems.append("--where-time-goes needs --trace FILE, which `penstock run BUNDLE --trace FILE` writes")
+    if arguments.ptxas is not None and wanted != ["kernels"]:
+        problems.append("--ptxas goes with --kernels alone")
     if arguments.dumps and not (arguments.why or arguments.html):
         problems.append("--dumps goes with --why or --html")
     if problems:
@@ -405,6 +421,14 @@ def _show_kernels(module: Module, rows: Sequence[KernelRow], arguments: Namespac
         print(kernels.format_report(rows, module, terminal_width()))
     if arguments.source:
         print(kernels.kernel_source(rows, arguments.source))
+
+
+def _show_resources(module: Module, arguments: Namespace) -> None:
+    from penstock.inspection.kernels import resources  # lazy: heavy
+
+    architectures = [word.strip() for word in arguments.ptxas.split(",") if word.strip()]
+    rows = resources.resource_rows(module, architectures, Progress("ptxas"))
+    print(resources.resources_json(rows) if arguments.json else resources.format_resources(rows, terminal_width()))
 
 
 def _show_time(module: Module, rows: Sequence[KernelRow], arguments: Namespace) -> None:

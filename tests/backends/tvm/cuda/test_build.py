@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles.cuda.resources import checked, excesses
 from samples import INTERPRETED, SAMPLES
 
 from penstock.backends.interface import CompileOptions
@@ -162,13 +163,17 @@ def test_a_stage_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path) -> Non
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("part", range(8))
-def test_every_sample_of_every_row_compiles(architecture: str, part: int, tmp_path: Path) -> None:
+def test_every_sample_of_every_row_compiles_and_spills_nothing(architecture: str, part: int, tmp_path: Path) -> None:
     if architecture not in cuda_build.known_architectures():
         pytest.skip(f"{cuda_build.nvcc_version()} makes no code for {architecture}")
     graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(SAMPLES[part::8]) if s.kind not in INTERPRETED]
-    built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture))
+    viewer = Shown()
+    built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture, viewer=viewer))
     (image,) = device_code(built.path)
     assert len(image[1]) > len(graphs) // 2
+    rows = checked(viewer.stages["stage"])
+    assert sorted(row.kernel.name for row in rows) == sorted(image[1])
+    assert not excesses(rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
