@@ -193,7 +193,7 @@ class _Fuser:
         if op.kind not in _PACKABLE:
             return False
         maker = self.makers.get(op.ins[1])
-        while maker is not None and maker.outs[0] in self.inlined and maker.kind in (*VIEWS, "concat"):
+        while maker is not None and maker.outs[0] in self.inlined and maker.kind in (*VIEWS, "concat", "cast"):
             maker = self.makers.get(maker.ins[0])
         return self._is_fixed(maker)
 

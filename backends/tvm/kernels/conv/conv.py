@@ -32,8 +32,8 @@ from penstock.backends.tvm.group import PACKED
 from penstock.backends.tvm.kernels.conv.weight.depthwise import emit_depthwise_gradient
 from penstock.backends.tvm.kernels.conv.weight.direct import WeightGradient, emit_weight_gradient, is_suited
 from penstock.backends.tvm.kernels.conv.weight.tiles import emit_weight_tiles, plan_tiles
+from penstock.backends.tvm.kernels.product.choose import emit_product
 from penstock.backends.tvm.kernels.product.few_rows import DOT_ROWS
-from penstock.backends.tvm.kernels.product.product import emit_product
 from penstock.backends.tvm.kernels.tools.body import EFFECTS, Body
 from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, Phase, lanes_of
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel, zero

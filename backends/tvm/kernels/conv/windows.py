@@ -22,7 +22,7 @@ from typing import NamedTuple
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.elementwise.elementwise import emit_nest
-from penstock.backends.tvm.kernels.product.product import emit_product
+from penstock.backends.tvm.kernels.product.choose import emit_product
 from penstock.backends.tvm.kernels.rows.sums import LOWEST
 from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel, parallel_if
 from penstock.backends.tvm.kernels.tools.elements import Index, bound_index, linear, unravel, zero

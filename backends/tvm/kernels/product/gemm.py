@@ -1,6 +1,6 @@
 """Matrix products of the graph: which memory the operands are, and whether the batch is one tall product.
 
-In: a matmul operation. Out: a Product, whose loops are in product.py: accessors a(batch, i, k) and b(batch, k, j), the
+In: a matmul operation. Out: a Product, whose loops choose.py chooses: accessors a(batch, i, k) and b(batch, k, j), the
 place of results, and the coordinate along which each operand is contiguous. The accessors read through any layout
 operation.
 """
@@ -21,7 +21,7 @@ from penstock.backends.tvm.kernels.tools.product_terms import Product
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
 
-from .product import emit_product
+from .choose import emit_product
 
 
 def contiguous(body: Body, value: Value, index: Callable[[Expr], Index], extent: int) -> bool:

@@ -19,7 +19,7 @@ from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body
 from penstock.backends.tvm.kernels.tools.elements import Index
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer, Expr, ceil_div, literal
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, Buffer, Expr, ceil_div, literal, load
 from penstock.backends.tvm.kernels.tools.product_terms import Product
 
 
@@ -90,7 +90,7 @@ class Narrow:
 
         def line_of(number: Expr) -> Expr:
             line = emit.alloc(lanes, self.dtype, "b")
-            emit.store(line, tirx.BufferLoad(self.packed, [tirx.Ramp(self.at + number * lanes, 1, lanes)]), everywhere)
+            emit.store(line, load(self.packed, tirx.Ramp(self.at + number * lanes, 1, lanes)), everywhere)
             return tirx.BufferLoad(line, [everywhere])
 
         order = [literal(lane, "i32") for lane in range(lanes)]

@@ -14,9 +14,10 @@ from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body
 from penstock.backends.tvm.kernels.tools.elements import Index
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal
+from penstock.backends.tvm.kernels.tools.emit import HALVES, SERIAL, TVM_DTYPES, VECTOR, Buffer, Expr, ceil_div, literal
 from penstock.backends.tvm.kernels.tools.product_terms import Product
 from penstock.backends.tvm.kernels.tools.transpose import transpose_block
+from penstock.ir.graph import Op
 
 # Tiles of A packed side by side, so that the lines they share are read once.
 _PACKED_TOGETHER = 8
@@ -42,11 +43,21 @@ class ProductBlock:
 @dataclass(frozen=True)
 class ProductPanel:
     """A packed panel of B [k, columns], which begins at element `at` of a buffer. With `fill`, the tile packs it while
-    it reads B in place."""
+    it reads B in place, or the panel `source`, whose elements are shorter."""
 
     packed: Buffer
     at: Expr | int = 0
     fill: bool = False
+    source: ProductPanel | None = None
+
+
+def stored_dtype(body: Body, op: Op, dtype: str) -> str:
+    """Return the element type that panels of operand 1 may have without rounding: that of the operand, or of the
+    variable that it is widened from."""
+    for value in (op.ins[1], body.source(op.ins[1])):
+        if value.type.dtype in HALVES and dtype == "f32":
+            return value.type.dtype
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,9 @@ class ProductPacking:
         whole, tail = divmod(columns, lanes)
         width = self.padded(columns)
         packed, at, zero = panel.packed, panel.at, literal(0, self.dtype)
-        locate = p.b_address if p.b_along_k else None
+        # Vectors are rounded to 16 bits in vector loops alone.
+        whole_type = str(packed.dtype) == TVM_DTYPES[self.dtype]
+        locate = p.b_address if p.b_along_k and whole_type else None
         turned = k_size // lanes * lanes if locate is not None else 0
         if locate is not None:
             with (

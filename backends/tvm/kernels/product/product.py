@@ -36,17 +36,25 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.backends.tvm.kernels.tiles import product as tile_product
 from penstock.backends.tvm.kernels.tools.body import BIJECTIONS, Body, parallel_if
 from penstock.backends.tvm.kernels.tools.elements import Index, bound_index, linear
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
+from penstock.backends.tvm.kernels.tools.emit import (
+    SERIAL,
+    VECTOR,
+    Buffer,
+    Expr,
+    ceil_div,
+    compute_dtype,
+    literal,
+    load,
+)
 from penstock.backends.tvm.kernels.tools.product_terms import Product
 from penstock.ir.graph import slot_of
 from penstock.ir.types import ITEM_BYTES
 
-from .few_rows import SHORT_K, STREAM_COLUMNS, emit_dots, emit_short, emit_streams, has_few_rows, is_dots
+from .few_rows import STREAM_ROWS
 from .narrow_rest import Narrow, steps_together
-from .packing import ProductBlock, ProductPacking, ProductPanel
+from .packing import ProductBlock, ProductPacking, ProductPanel, stored_dtype
 
 _LONGEST_K = 4096
 _K_BLOCK = 1024
@@ -54,6 +62,8 @@ _K_BLOCK = 1024
 _A_BYTES = 1 << 20
 # Steps along k in one turn of the inner loop. Four are no faster, and take twice as long to compile.
 _UNROLLED = 2
+# From so many tiles on, a panel that was packed in 16 bits is widened by the first of them.
+_WIDENED = 4
 _LINE_BYTES = 64
 # Parallel loops should have so many turns, and a turn this many rows at least.
 _TASKS = 4
@@ -103,7 +113,7 @@ class _ProductTile:
         return self.block.start + self.at
 
 
-class _TiledProduct:
+class TiledProduct:
     """The emitter of the loops of one product."""
 
     def __init__(self, body: Body, p: Product) -> None:
@@ -112,9 +122,14 @@ class _TiledProduct:
         self.lanes = max(body.lanes * 4 // ITEM_BYTES[self.dtype], 1)
         machine = body.machine
         sums = machine.product_rows * machine.product_vectors
-        single = p.m <= sums // 2
-        # A few rows all go into one tile, so that B is read once and need not be packed.
+        self.ahead = p.op is not None and prod(p.batch) == 1 and body.takes_packed(p.op)
+        # A few rows all go into one tile, so that B is read once and need not be packed. Where it is packed ahead, one
+        # order serves any number of rows, and so does one order of sums.
+        single = p.m <= sums // 2 and not self.ahead
         self.rows = p.m if single else machine.product_rows
+        if self.ahead and p.m <= STREAM_ROWS:
+            # Tiles as equal as possible.
+            self.rows = ceil_div(p.m, ceil_div(p.m, self.rows))
         self.vectors = min(sums // max(p.m, 1), 8) if single else machine.product_vectors
         self.vectors = min(self.vectors, ceil_div(p.n, self.lanes))
         self.width = self.vectors * self.lanes
@@ -135,6 +150,8 @@ class _TiledProduct:
         reach = 1 << (self.rows - 1).bit_length() if p.a_along_i and self.rows > 1 else self.rows
         self.packing = ProductPacking(body, p, self.dtype, self.lanes, self.rows, reach)
         self.zero = literal(0, self.dtype)
+        # The element type of panels that are packed ahead: that of the variable, where it is shorter.
+        self.stored = stored_dtype(body, p.op, self.dtype) if self.ahead and p.op is not None else self.dtype
         # Steps along k that the last columns take at once (narrow_rest.py).
         self.steps = 1
         if self.k_blocks == 1 and self.pack_b and not single:
@@ -154,8 +171,8 @@ class _TiledProduct:
         p, emit = self.p, self.emit
         batches = prod(p.batch)
         work = batches * p.m * p.n * max(p.k, 1)
-        if self.pack_b and batches == 1 and p.op is not None:
-            self.ready = self.body.packed_ahead(p.op, p.k * self.packing.padded(p.n), self.dtype, self._fill)
+        if self.ahead and p.op is not None:
+            self.ready = self.body.packed_ahead(p.op, p.k * self.packing.padded(p.n), self.stored, self._fill)
         whole, tail = divmod(p.m, self.row_block)
         if batches > 1:
             with emit.loop(batches, parallel_if(self.body.machine, work // 8), "b") as b:
@@ -234,15 +251,21 @@ class _TiledProduct:
         count, odd = divmod(block.rows, height)
         first = 0
         panel: ProductPanel | None = None
+        ready = None
         if self.ready is not None:
-            panel = ProductPanel(self.ready, emit.bind(self._place(block, j), "at"))
-        elif self.pack_first and columns == self.width:
-            panel = ProductPanel(emit.alloc(block.k_size * columns, self.dtype, "bp"))
+            panel = ready = ProductPanel(self.ready, emit.bind(self._place(block, j), "at"))
+        widened = ready is not None and self.stored != self.dtype and count + (odd > 0) >= _WIDENED
+        if widened or (ready is None and self.pack_first and columns == self.width):
+            # The first tile leaves the panel behind for the others.
+            size = block.k_size * self.packing.padded(columns)
+            panel = ProductPanel(emit.alloc(size, self.dtype, "bp"), source=ready)
             with self.body.point():
                 # The lower tile at the end, if there is one: that saves code.
                 at = literal(count * height if odd else 0, "i32")
                 self._tile(_ProductTile(block, at, odd or height, replace(panel, fill=True), j, columns, self.lanes))
             first, odd = (0 if odd else 1), 0
+        elif ready is not None:
+            pass
         elif self.pack_b:
             panel = ProductPanel(emit.alloc(block.k_size * self.packing.padded(columns), self.dtype, "bp"))
             self.packing.pack_b(block, j, columns, panel)
@@ -326,11 +349,15 @@ class _TiledProduct:
         line = emit.alloc(tile.width, self.dtype, "b")
         for span in tile.spans:
             if panel is not None and not panel.fill:
-                value = self._vector(panel.packed, panel.at + k * tile.width + span[0], span[1])
+                value = load(panel.packed, self._at(panel.at + k * tile.width + span[0], span[1]))
                 emit.store(line, value, self._at(*span))
                 continue
-            with self._over(span) as c, self.body.point():
-                emit.store(line, p.b(block.lead, block.k_from + k, tile.j + c), c)
+            if panel is not None and panel.source is not None:
+                value = load(panel.source.packed, self._at(panel.source.at + k * tile.width + span[0], span[1]))
+                emit.store(line, value, self._at(*span))
+            else:
+                with self._over(span) as c, self.body.point():
+                    emit.store(line, p.b(block.lead, block.k_from + k, tile.j + c), c)
             if panel is not None:
                 emit.store(panel.packed, self._vector(line, *span), self._at(k * tile.width + span[0], span[1]))
         for r, acc in enumerate(accs):
@@ -468,21 +495,3 @@ class _TiledProduct:
         else:
             # The first block has no sum to add to: memory that was never written must not be used, not even times 0.
             self.emit.store(partial, tirx.Select(first, value, value + tirx.BufferLoad(partial, [position])), position)
-
-
-def emit_product(body: Body, product: Product) -> None:
-    """Emit a product with the loops that suit its sizes."""
-    p = product
-    if body.loops is not None:
-        body.loops.product(body, p)
-        return
-    if tile_product.suits(body, p):
-        tile_product.emit_tile_product(body, p)
-    elif 0 < p.k <= SHORT_K and p.b_along_j and p.n >= body.lanes and len(body.group.ops) <= SHORT_K:
-        emit_short(body, p)
-    elif is_dots(p):
-        emit_dots(body, p)
-    elif has_few_rows(body, p) and p.b_along_j and p.n >= STREAM_COLUMNS:
-        emit_streams(body, p)
-    else:
-        _TiledProduct(body, p).run()

@@ -424,16 +424,22 @@ class Body:
 
     # ------------------------------------------------------------------------------ packing ahead
 
+    def takes_packed(self, op: Op) -> bool:
+        """Return whether operand 1 of `op` is a variable that never changes, so that `packed_ahead` gives it."""
+        return bool(op.attrs.get(PACKED)) and self.source(op.ins[1]) in self.group.homes
+
+    def source(self, value: Value) -> Value:
+        """Return the stored value that one computed where it is read is made of."""
+        while value in self.group.inline:
+            value = self.group.inline[value].ins[0]
+        return value
+
     def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
         """Return operand 1 of `op` packed ahead of the kernel, `size` elements that `fill` writes from that operand
         alone. None if the kernel has to pack it. Generators call this once in a kernel, before they open a loop."""
-        if not op.attrs.get(PACKED) or size == 0:
+        if not self.takes_packed(op) or size == 0:
             return None
-        source = op.ins[1]
-        while source in self.group.inline:
-            source = self.group.inline[source].ins[0]
-        if source not in self.group.homes:
-            return None
+        source = self.source(op.ins[1])
         assert self.packing is None, "one packed operand is enough"
         value = packed_value(source, dtype, size)
         self.packing = PackedWeight(None, value, source)

@@ -47,10 +47,12 @@ def _unsigned(value: int) -> Expr:
 
 
 def load(buffer: Buffer, index: Expr) -> Expr:
-    """Load an element of a buffer, from memory of 16-bit floats as f32."""
+    """Load an element of a buffer, or a vector, from memory of 16-bit floats as f32."""
     value = tirx.BufferLoad(buffer, [index])
-    dtype = str(buffer.dtype)
-    return tirx.Cast("float32", value) if dtype in _NATIVE_HALVES else value
+    if str(buffer.dtype) not in _NATIVE_HALVES:
+        return value
+    lanes = index.lanes if isinstance(index, tirx.Ramp) else 1
+    return tirx.Cast(f"float32x{lanes}" if lanes != 1 else "float32", value)
 
 
 def literal(value: bool | int | float, dtype: str) -> Expr:
