@@ -77,13 +77,13 @@ class Fusion:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """An operand in the kernel's own order. It is made once, by `function`, of a variable that does not change.
-    `value`, one of the kernel's operands, is the packed form, a list of numbers; `source` is the value that was read
-    from the variable."""
+    """An operand in the kernel's own order. It is made once, by `function`, of variables that do not change.
+    `value`, one of the kernel's operands, is the packed form, a list of numbers; `sources` are the values that were
+    read from variables, several where a weight has scales beside it."""
 
     function: Any
     value: Value
-    source: Value
+    sources: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,10 @@ def kernel_of(
     their own names."""
     packing, named = None, dict(values)
     if parameters.packing is not None:
-        source = values[parameters.packing.source]
-        packing = PackedWeight(None, packed_value(source, parameters.packing.dtype, parameters.packing.size), source)
-        named[f"{parameters.packing.source}.packed"] = packing.value
+        form = parameters.packing
+        sources = tuple(values[name] for name in form.sources)
+        packing = PackedWeight(None, packed_value(sources[0], form.dtype, form.size), sources)
+        named[f"{form.sources[0]}.packed"] = packing.value
     slots = tuple(Slot(var if variables is None else variables[var], slot) for var, slot in parameters.slots)
     return GeneratedKernel(
         None,
@@ -170,7 +171,7 @@ def parameters_of(kernel: GeneratedKernel) -> KernelParameters:
     packing = None
     if kernel.packing is not None:
         kind = kernel.packing.value.type
-        packing = PackedOperand(kernel.packing.source.name, kind.dtype, kind.size)
+        packing = PackedOperand(tuple(v.name for v in kernel.packing.sources), kind.dtype, kind.size)
     return KernelParameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs), packing)
 
 

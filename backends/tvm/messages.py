@@ -39,9 +39,9 @@ class MakeKernel(msgspec.Struct, frozen=True, tag=True):
 
 
 class PackedOperand(msgspec.Struct, frozen=True):
-    """An operand in the kernel's own order, under the name of its source with `.packed`."""
+    """An operand in the kernel's own order, under the name of its first source with `.packed`."""
 
-    source: str
+    sources: tuple[str, ...]
     dtype: str
     size: int
 

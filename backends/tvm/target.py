@@ -48,6 +48,9 @@ class TargetMachine:
     is_device: bool = False
     # Registers that hold tiles of matrices, with products of bf16 (Intel AMX).
     has_tiles: bool = False
+    # One instruction adds up four products of bytes (AVX-512 VNNI). Else one adds up two of 16 bits, if `has_words`.
+    has_byte_products: bool = False
+    has_words: bool = True
 
 
 def host_cpu() -> str:
@@ -83,7 +86,10 @@ def _machine(cpu: str) -> TargetMachine:
     if codegen.target_has_features(["avx512f"], target):
         # By name only, although LLVM counts tiles among the features of some models: not every process on such a
         # machine may use them, and loading goes by the name of the library (run/load.py).
-        return TargetMachine(cpu, 16, 12, 2, 6, 4, has_tiles=set(TILES) <= set(cpu.split("+")[1:]))
+        tiles = set(TILES) <= set(cpu.split("+")[1:])
+        bytes_too = codegen.target_has_features(["avx512vnni"], target)
+        words = codegen.target_has_features(["avx512bw"], target)
+        return TargetMachine(cpu, 16, 12, 2, 6, 4, has_tiles=tiles, has_byte_products=bytes_too, has_words=words)
     if codegen.target_has_features(["avx2"], target):
         return TargetMachine(cpu, 8, 6, 2, 6, 2)
     return TargetMachine(cpu, 4, 4, 2, 4, 2)

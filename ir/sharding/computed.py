@@ -195,6 +195,19 @@ def _attend(op: Op, a: Attrs) -> SplitRule:
     return build(names, _shapes(op), 6, dict.fromkeys("brdtgcsn", WHOLE), {"h": heads, "g": group})
 
 
+def _quantised(lookup: bool) -> Computed:
+    """Return the rule of a product or lookup by a weight in groups: rows of the weight may be split in a product."""
+
+    def rule(op: Op, a: Attrs) -> SplitRule:
+        lead: list[Name] = [f"d{i}" for i in range(op.ins[0].type.rank - (not lookup))]
+        weight: list[list[Name]] = [["n", "j"]]
+        weight += [["n", "g"] for _ in op.ins[2:]]
+        names = [lead, *weight, [*lead, "k"]] if lookup else [[*lead, "k"], *weight, [*lead, "n"]]
+        return build(names, _shapes(op), len(op.ins), dict.fromkeys("jgkn" if lookup else "jgk", WHOLE))
+
+    return rule
+
+
 def _source(op: Op, a: Attrs) -> SplitRule:
     """Return the rule of a source. A single number may be split in any way, a list of numbers in none."""
     names: list[Name] = [f"d{i}" for i in range(op.outs[0].type.rank)]
@@ -225,6 +238,8 @@ COMPUTED: dict[str, Computed] = {
     "max_pool_grad": _pool(0, 1),
     "avg_pool": _pool(0, 1),
     "avg_pool_grad": _pool(1, 0),
+    "matmul_q": _quantised(lookup=False),
+    "gather_q": _quantised(lookup=True),
     "attention": _attention(grad=False),
     "attention_grad": _attention(grad=True),
     "put": _put,

@@ -59,6 +59,7 @@ PRODUCTS, CONVOLUTIONS, SQUARES, ATTENTION, ELEMENTS, UPDATES, LAYOUT, COLLECTIV
 )  # fmt: skip
 _OF_KIND = {
     "matmul": PRODUCTS,
+    "matmul_q": PRODUCTS,
     "conv": CONVOLUTIONS,
     "conv_grad_input": CONVOLUTIONS,
     "conv_grad_weight": CONVOLUTIONS,

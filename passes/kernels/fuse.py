@@ -46,7 +46,7 @@ _HALVES = ("f16", "bf16")
 _PACKING = ("matmul", "conv", "conv_grad_input")
 # Operations with results that elementwise operations can go on with while they stand in registers.
 _OPEN = {
-    *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
+    *("matmul", "matmul_q", "conv", "conv_grad_input", "conv_grad_weight"),
     *(
         "softmax",
         "softmax_grad",
@@ -57,7 +57,7 @@ _OPEN = {
         "layer_norm_grad_weight",
     ),
     *("sum", "mean", "max", "mse", "cumsum"),
-    *("gather", "cross_entropy_grad", "attention"),
+    *("gather", "gather_q", "cross_entropy_grad", "attention"),
 }
 # The operations of which only the first result stands in registers: the other results are finished earlier.
 _FIRST_ONLY = ("layer_norm", "attention")
@@ -66,8 +66,8 @@ _FIRST_ONLY = ("layer_norm", "attention")
 _APART = ("attention_grad",)
 # The gradient of a lookup is scattered: it can be added to its variable, nothing else.
 _SCATTERED = ("gather_grad",)
-# Operations with a second operand that their kernels read in a packed order.
-_PACKABLE = ("matmul", "conv")
+# Operations with a weight behind the first operand that their kernels read in a packed order.
+_PACKABLE = ("matmul", "conv", "matmul_q")
 # Keys are made of the same few numbers. All keys of a graph are in one kernel: otherwise each kernel that reads one
 # would be compiled by itself.
 _KEYS = ("random_key",)
@@ -192,7 +192,10 @@ class _Fuser:
         """Return whether the second operand is a variable that never changes, whatever its layout."""
         if op.kind not in _PACKABLE:
             return False
-        maker = self.makers.get(op.ins[1])
+        return all(self._is_fixed_weight(value) for value in (op.ins[1:] if op.kind == "matmul_q" else op.ins[1:2]))
+
+    def _is_fixed_weight(self, value: Value) -> bool:
+        maker = self.makers.get(value)
         while maker is not None and maker.outs[0] in self.inlined and maker.kind in (*VIEWS, "concat", "cast"):
             maker = self.makers.get(maker.ins[0])
         return self._is_fixed(maker)

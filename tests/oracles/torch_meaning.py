@@ -228,6 +228,24 @@ def _max_pool_grad(x: Tensor, y: Tensor, dy: Tensor, **a: Any) -> Tensor:
     return grad(first, 0, dy, x)
 
 
+def _dequantised(q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, group: int) -> Tensor:
+    """A weight of 8 or 4 bits: of a byte the low four bits come first."""
+    numbers = q.double()
+    if bits == 4:
+        high = (numbers / 16).floor()
+        numbers = torch.stack([numbers - 16 * high, high], -1).flatten(1)
+    zero = (8.0 if bits == 4 else 0.0) if zeros is None else zeros.double().repeat_interleave(group, 1)
+    return (numbers - zero) * scales.repeat_interleave(group, 1)
+
+
+def _matmul_q(x: Tensor, *weight: Tensor, bits: int, group: int, act: str) -> Tensor:
+    if act == "i8" and x.numel():
+        groups = x.unflatten(-1, (-1, group))
+        step = groups.abs().amax(-1, keepdim=True) / 127
+        x = ((groups / step).round() * step).flatten(-2)
+    return x @ _dequantised(*weight, bits=bits, group=group).T
+
+
 def _avg_pool(x: Tensor, include_pad: bool, **a: Any) -> Tensor:
     counts = _windows(torch.ones_like(x), a, 1.0 if include_pad else 0.0).sum(-1)
     return _windows(x, a, 0.0).sum(-1) / counts
@@ -442,6 +460,8 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "layer_norm_grad_weight": _layer_norm_grad_weight,
     "batch_norm": _batch_norm,
     "gather": _gather,
+    "matmul_q": _matmul_q,
+    "gather_q": lambda indices, *weight, **a: _dequantised(*weight, **a)[indices.long() % weight[0].shape[0]],
     "gather_grad": _gather_grad,
     "scatter": _scatter,
     "cross_entropy": _cross_entropy,

@@ -13,12 +13,24 @@ judge sees the same numbers.
 
 from __future__ import annotations
 
-from . import contractions, draws, elementwise, indexing, layout, reductions, rows, sources, training, windows
+from . import (
+    contractions,
+    draws,
+    elementwise,
+    indexing,
+    layout,
+    quantised,
+    reductions,
+    rows,
+    sources,
+    training,
+    windows,
+)
 from .data import HALF, nasty
 from .related import RELATED
 from .table import INTERPRETED, REFUSED, SAMPLES, Refused, Sample, fill, is_open, refuse, samples_of, touched, unsampled
 
-FAMILIES = (sources, elementwise, draws, layout, reductions, contractions, windows, rows, indexing, training)
+FAMILIES = (sources, elementwise, draws, layout, reductions, contractions, quantised, windows, rows, indexing, training)
 
 __all__ = [
     "FAMILIES",

@@ -39,6 +39,12 @@ def fraction(rng: np.random.Generator, t: TensorType) -> Array:
     return np.asarray(rng.uniform(0.1, 0.9, t.dims)).astype(numpy_dtype(t.dtype))
 
 
+def any_number(rng: np.random.Generator, t: TensorType) -> Array:
+    """Any integer that the type holds."""
+    limits = np.iinfo(numpy_dtype(t.dtype))
+    return np.asarray(rng.integers(limits.min, limits.max, t.dims, endpoint=True)).astype(numpy_dtype(t.dtype))
+
+
 def ties(rng: np.random.Generator, t: TensorType) -> Array:
     """Few different values."""
     return np.asarray(rng.integers(0, 3, t.dims)).astype(numpy_dtype(t.dtype))

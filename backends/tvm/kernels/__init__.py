@@ -29,13 +29,14 @@ from .attention import forward as attention
 from .attention import gradient as attention_grad
 from .conv import conv, windows
 from .elementwise import elementwise, lookup
-from .product import gemm
+from .product import gemm, quantised
 from .recurrent import steps
 from .rows import reduce, rows, scan, select
 
 # Operations that bring loops of their own; a group has at most one of them.
 MAIN: dict[str, Callable[[Body, Op], None]] = {
     "matmul": gemm.emit_matmul,
+    "matmul_q": quantised.emit_matmul_q,
     "attention": attention.emit_attention,
     "attention_grad": attention_grad.emit_attention_grad,
     "conv": conv.emit_conv,
@@ -72,7 +73,17 @@ WITH_SUMS = ("layer_norm_grad",)
 # The element of a result that is not empty although an operand is.
 _OF_NOTHING = {
     **dict.fromkeys(
-        ("matmul", "conv", "conv_grad_input", "conv_grad_weight", "gather_grad", "sum", "layer_norm_grad_weight"), 0.0
+        (
+            "matmul",
+            "matmul_q",
+            "conv",
+            "conv_grad_input",
+            "conv_grad_weight",
+            "gather_grad",
+            "sum",
+            "layer_norm_grad_weight",
+        ),
+        0.0,
     ),
     **dict.fromkeys(("mean", "mse", "cross_entropy"), math.nan),
 }

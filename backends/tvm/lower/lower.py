@@ -144,11 +144,12 @@ def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, dec
         results = []
         for (value, kernel), packing in packed.items():
             function = (
-                declaration(pack_name(kernel), [packing.source.type, value.type]) if declared else packing.function
+                declaration(pack_name(kernel), [*(v.type for v in packing.sources), value.type])
+                if declared
+                else packing.function
             )
-            call = relax.op.call_tir(
-                builder.add_func(function, pack_name(kernel)), [slots[reads[packing.source]]], relax_type(value.type)
-            )
+            operands = [slots[reads[v]] for v in packing.sources]
+            call = relax.op.call_tir(builder.add_func(function, pack_name(kernel)), operands, relax_type(value.type))
             results.append(builder.emit(call))
         builder.emit_func_output(relax.Tuple(results))
 

@@ -22,7 +22,7 @@ from penstock.ir.graph import Op
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import FLOATS, numpy_dtype
 
-from . import caches, contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
+from . import caches, contractions, draws, elementwise, indexing, layout, quantised, reductions, rows, training, windows
 from .arrays import Array, Rule
 from .error_function import erf
 
@@ -35,6 +35,7 @@ NUMPY: dict[str, Rule] = {
     **layout.RULES,
     **reductions.RULES,
     **contractions.RULES,
+    **quantised.RULES,
     **windows.RULES,
     **rows.RULES,
     **indexing.RULES,

@@ -39,7 +39,7 @@ from penstock.ir.ops import complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 from penstock.support.errors import UnsupportedModel
 
-from . import sorting
+from . import quantised, sorting
 from .attention import emit_attention, emit_attention_grad
 from .body import DeviceBody
 from .library import library_call
@@ -301,6 +301,7 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
     **kernels.MAIN,
     "attention": emit_attention,
     "attention_grad": emit_attention_grad,
+    "matmul_q": quantised.emit_matmul_q,
     "conv": windows.emit_conv,
     "conv_grad_input": windows.emit_conv_grad_input,
     "conv_grad_weight": windows.emit_conv_grad_weight,

@@ -425,8 +425,9 @@ class Body:
     # ------------------------------------------------------------------------------ packing ahead
 
     def takes_packed(self, op: Op) -> bool:
-        """Return whether operand 1 of `op` is a variable that never changes, so that `packed_ahead` gives it."""
-        return bool(op.attrs.get(PACKED)) and self.source(op.ins[1]) in self.group.homes
+        """Return whether the weight of `op` is made of variables that never change, so that `packed_ahead` gives it.
+        The weight is operand 1, or all behind the first where scales follow it."""
+        return bool(op.attrs.get(PACKED)) and all(v in self.group.homes for v in self.sources(op))
 
     def source(self, value: Value) -> Value:
         """Return the stored value that one computed where it is read is made of."""
@@ -434,20 +435,26 @@ class Body:
             value = self.group.inline[value].ins[0]
         return value
 
+    def sources(self, op: Op) -> tuple[Value, ...]:
+        """Return the stored values that the weight of an operation is made of."""
+        return tuple(dict.fromkeys(self.source(v) for v in op.ins[1:]))
+
     def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
-        """Return operand 1 of `op` packed ahead of the kernel, `size` elements that `fill` writes from that operand
+        """Return the weight of `op` packed ahead of the kernel, `size` elements that `fill` writes from its operands
         alone. None if the kernel has to pack it. Generators call this once in a kernel, before they open a loop."""
         if not self.takes_packed(op) or size == 0:
             return None
-        source = self.source(op.ins[1])
+        sources = self.sources(op)
         assert self.packing is None, "one packed operand is enough"
-        value = packed_value(source, dtype, size)
-        self.packing = PackedWeight(None, value, source)
+        value = packed_value(sources[0], dtype, size)
+        self.packing = PackedWeight(None, value, sources)
         if not self._only_packing:
             return self.operand(value)
         fill(self.result(value))
-        self.operand(source)
-        function = self._function([self._ins[source], self._outs["out", value]], [source, ("out", value)])
+        for source in sources:
+            self.operand(source)
+        params = [*(self._ins[source] for source in sources), self._outs["out", value]]
+        function = self._function(params, [*sources, ("out", value)])
         raise PackingEmitted(function.with_attr("tirx.noalias", True))
 
     # ------------------------------------------------------------------------------ the function

@@ -23,7 +23,7 @@ from tvm import tirx
 
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import Op, Value
-from penstock.ir.ops import complete_attrs, ints
+from penstock.ir.ops import complete_attrs, integer, ints
 from penstock.ir.training.rates import COSINE, STEP
 
 from .arithmetic import (
@@ -298,6 +298,23 @@ def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     return read(0, (*index[:axis], at, *index[axis + places :]))
 
 
+def _gather_q(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    """Return an element of a row of 8 or 4 bits: the whole number less its zero, times the scale of its group."""
+    a = complete_attrs(op)
+    row, k = table_row(read(0, index[:-1]), op.ins[1].type.dims[0]), index[-1]
+    group = k // integer(a["group"])
+    if a["bits"] == 4:
+        byte = tirx.Cast("int32", read(1, (row, k // 2)))
+        number = tirx.bitwise_and(byte >> (k % 2 * 4), tirx.IntImm("int32", 15))
+    else:
+        number = tirx.Cast("int32", read(1, (row, k)))
+    if len(op.ins) > 3:
+        number = number - tirx.Cast("int32", read(3, (row, group)))
+    elif a["bits"] == 4:
+        number = number - 8
+    return tirx.Cast("float32", number) * read(2, (row, group))
+
+
 def _ramp(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     """Choose the columns of the row in force, then compute the curve once."""
     step = read(1, ())
@@ -348,6 +365,7 @@ INDEXED: dict[str, Callable[[Functions, Op, Read, Index], Expr]] = {
     "iota": _iota,
     "const": _const,
     "gather": _gather,
+    "gather_q": _gather_q,
     "ramp": _ramp,
     "batch_norm": _batch_norm,
     "cross_entropy_grad": _cross_entropy_grad,

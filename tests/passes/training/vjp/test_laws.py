@@ -155,11 +155,13 @@ def differentiable() -> Iterator[str]:
 
 # A float has nothing to do with the bits of another one: a loss behind it is refused.
 REFUSED = ("bitcast",)
+# So is one behind weights of whole numbers, which are not trained.
+OF_NUMBERS = ("matmul_q", "gather_q")
 
 
 def left_out(rows: Collection[str], rules: Collection[str], cases: Collection[str]) -> list[str]:
     """Rows without a rule that are not flat or an end of gradients by name, and rules without random cases."""
-    ends = {*STOPS, *FLAT, *REFUSED}
+    ends = {*STOPS, *FLAT, *REFUSED, *OF_NUMBERS}
     return [f"{kind} has no rule" for kind in rows if kind not in rules and kind not in ends] + [
         f"{kind} has no cases" for kind in rules if kind not in cases
     ]
@@ -172,6 +174,14 @@ def test_every_row_of_floats_has_a_rule_and_cases() -> None:
     assert set(VJP) <= set(rows), "a rule for what makes no floats of floats"
     assert left_out(rows, [kind for kind in VJP if kind != "erf"], DRAWN) == ["erf has no rule"]
     assert left_out(rows, VJP, [kind for kind in DRAWN if kind != "gather"]) == ["gather has no cases"]
+
+
+def test_a_weight_of_whole_numbers_is_refused() -> None:
+    weight = (np.ones((4, 32), np.int8), np.ones((4, 1), np.float32))
+    with pytest.raises(UnsupportedModel, match=r"matmul_q %y0 .* has no gradient rule"):
+        autodiff(
+            of_one_op("matmul_q", (np.ones((3, 32), np.float32), *weight), {"bits": 8, "group": 32}), AutodiffOptions()
+        )
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, "floor", "round", "sign"])

@@ -181,6 +181,8 @@ def test_every_differentiable_row_has_a_rule_and_a_case():
         "random",
         "attend",
         "pick",
+        "matmul_q",
+        "gather_q",
     } | {name for name in OPS if name.startswith(("bit_", "shift_"))}
     grads = {name for name in OPS if "_grad" in name} - {"conv_grad_input"}
     others = {name for name, row in OPS.items() if row.family in ("state", "optimizer", "collective")}

@@ -1,0 +1,62 @@
+"""Weights of 8 and 4 bits by groups."""
+
+from __future__ import annotations
+
+from penstock.ir.types import INTS
+
+from .data import HALF, any_number, index, normal, positive
+from .table import refuse, sample
+
+_OF_8, _OF_4 = (normal, any_number, positive, any_number), (normal, any_number, positive, any_number)
+for act in ("f32", "i8"):
+    sample(
+        "matmul_q", "T[3,64]", "i8[21,64]", "f32[21,2]", dtypes=("f32", *HALF), draws=_OF_8, bits=8, group=32, act=act
+    )
+    sample("matmul_q", "f32[2,7,128]", "u8[33,64]", "f16[33,1]", draws=_OF_4, bits=4, group=128, act=act)
+    sample("matmul_q", "f32[64]", "u8[16,32]", "f32[16,2]", "u8[16,2]", draws=_OF_4, bits=4, group=32, act=act)
+    sample("matmul_q", "f32[1,128]", "i8[40,128]", "f16[40,2]", "u8[40,2]", draws=_OF_8, bits=8, group=64, act=act)
+    sample("matmul_q", "f32[0,32]", "i8[3,32]", "f32[3,1]", draws=_OF_8, bits=8, group=32, act=act)
+    sample("matmul_q", "f32[2,0]", "i8[3,0]", "f32[3,0]", draws=_OF_8, bits=8, group=32, act=act)
+refuse("matmul_q", "f32[2,64]", "i8[3,64]", "f32[3,2]", bits=5, group=32, because="bits must be 4 or 8")
+refuse("matmul_q", "f32[2,64]", "i8[3,64]", "f32[3,4]", bits=8, group=16, because="group must be one of 32, 64, 128")
+refuse("matmul_q", "f32[2,64]", "u8[3,64]", "f32[3,2]", bits=8, group=32, because="must be i8 with two dimensions")
+refuse("matmul_q", "f32[2,64]", "u8[3,24]", "f32[3,2]", bits=4, group=32, because="48 elements of a row do not divide")
+refuse("matmul_q", "f32[2,64]", "i8[3,64]", "f64[3,2]", bits=8, group=32, because="scales must be f16 or f32")
+refuse("matmul_q", "f32[2,64]", "i8[3,64]", "f32[3,1]", bits=8, group=32, because="scales must be f16 or f32")
+refuse("matmul_q", "f32[2,64]", "i8[3,64]", "f32[3,2]", "i8[3,2]", bits=8, group=32, because="zeros must be u8")
+refuse(
+    "matmul_q", "f32[2,32]", "i8[3,64]", "f32[3,2]", bits=8, group=32, because="does not fit a weight with rows of 64"
+)
+refuse(
+    "matmul_q", "f64[2,64]", "i8[3,64]", "f32[3,2]", bits=8, group=32, because="needs an operand of f32, f16 or bf16"
+)
+refuse("matmul_q", "f32[2,64]", "i8[3,64]", "f32[3,2]", bits=8, group=32, act="i4", because="act must be one of")
+
+sample(
+    "gather_q", "T[4]", "i8[9,64]", "f16[9,2]", dtypes=INTS, draws=(index(9), any_number, positive), bits=8, group=32
+)
+sample("gather_q", "i64[2,3]", "u8[9,64]", "f32[9,1]", draws=(index(9), any_number, positive), bits=4, group=128)
+sample(
+    "gather_q",
+    "i32[5]",
+    "u8[9,32]",
+    "f32[9,2]",
+    "u8[9,2]",
+    draws=(index(9), any_number, positive, any_number),
+    bits=4,
+    group=32,
+)
+sample(
+    "gather_q",
+    "i32[5]",
+    "i8[9,32]",
+    "f32[9,1]",
+    "u8[9,1]",
+    draws=(index(9), any_number, positive, any_number),
+    bits=8,
+    group=32,
+)
+sample("gather_q", "i64[0]", "i8[9,32]", "f32[9,1]", draws=(index(9), any_number, positive), bits=8, group=32)
+refuse("gather_q", "f32[4]", "i8[9,64]", "f16[9,2]", bits=8, group=32, because="indices must be integers")
+refuse("gather_q", "i64[4]", "i8[0,64]", "f16[0,2]", bits=8, group=32, because="no entries")
+refuse("gather_q", "i64[4]", "i8[9,64]", "f16[9,3]", bits=8, group=32, because="scales must be")
