@@ -1,14 +1,16 @@
 """Values that the user binds before an import: sizes of symbolic dimensions, and elements of inputs.
 
 In: the inputs of a graph, sizes by the name of the dimension, values by the name of the input. Out: the shape of every
-input, the values as arrays of the declared type, and the reason for each input that has neither. A dimension without a
-name is called INPUT.AXIS. A value also fixes the sizes of its input's dimensions. One error lists everything that does
-not fit.
+input, the values as arrays of the declared type, and the reason for each input that has neither. A value also fixes the
+sizes of its input's dimensions. One error lists everything that does not fit.
+
+A dimension without a name, or with one that says nothing (`?`, `*`, `None`), is called INPUT.AXIS: two of them are two
+dimensions. The size of one that is an expression (`past + seq`) follows from its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +18,15 @@ import numpy as np
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from penstock.frontends.expressions import expression_of, with_derived
 from penstock.frontends.names import Names
 from penstock.support.errors import UsageError
 from penstock.support.words import flag_for
 
 from .source import OnnxFile, element_name
 
+# Python's word for a size that nobody knows; a name has a letter.
+_NOTHING = ("None",)
 # The value of an input: numbers; for a sequence a list of them; for an optional also None.
 Given = object
 
@@ -31,12 +36,13 @@ class Inputs:
     """The inputs of a graph after binding.
 
     `shapes` are those of tensors that stay inputs, `known` the values of bound inputs. `odd` says why an input is
-    neither.
+    neither. `named` has the names of the dimensions that had no size.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     known: dict[str, np.ndarray | list[np.ndarray] | None] = field(default_factory=dict)
     odd: dict[str, str] = field(default_factory=dict)
+    named: dict[str, dict[int, str]] = field(default_factory=dict)
 
 
 def _as_declared(array: np.ndarray, kind: onnx.TypeProto.Tensor) -> tuple[np.ndarray | None, str]:
@@ -99,6 +105,18 @@ def _is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return not dim.HasField("dim_value") or dim.dim_value < 0
 
 
+def symbol_of(dim: onnx.TensorShapeProto.Dimension) -> str:
+    """Return the name that a file gives an open dimension; "" where it gives none."""
+    name: str = dim.dim_param
+    says_something = any(c.isalpha() for c in name) and name not in _NOTHING
+    return name if _is_open(dim) and says_something else ""
+
+
+def dimension_name(value: str, axis: int, dim: onnx.TensorShapeProto.Dimension) -> str:
+    """Return the name of an open dimension of an input."""
+    return symbol_of(dim) or f"{value}.{axis}"
+
+
 def _fed(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """List the inputs without an initializer."""
     stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
@@ -108,7 +126,7 @@ def _fed(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 def symbols_of(graph: onnx.GraphProto, names: Names) -> dict[str, tuple[str, ...]]:
     """Return the symbols of the dimensions of inputs and outputs, by their new names; empty where there is none."""
     return {
-        names[value.name]: tuple(dim.dim_param if _is_open(dim) else "" for dim in value.type.tensor_type.shape.dim)
+        names[value.name]: tuple(map(symbol_of, value.type.tensor_type.shape.dim))
         for value in (*_fed(graph), *graph.output)
         if value.type.HasField("tensor_type")
     }
@@ -132,15 +150,20 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
                 problems.append(f"--known {value.name}: {'' if problem.startswith('needs') else 'the input '}{problem}")
             elif isinstance(bound, np.ndarray):
                 for dim, size in zip(value.type.tensor_type.shape.dim, bound.shape, strict=False):
-                    if dim.dim_param and sizes.setdefault(dim.dim_param, size) != size:
+                    name = symbol_of(dim)
+                    if name and sizes.setdefault(name, size) != size:
                         problems.append(
-                            f"--known {value.name}: dimension {dim.dim_param} is {size} there, "
-                            f"elsewhere {sizes[dim.dim_param]}"
+                            f"--known {value.name}: dimension {name} is {size} there, elsewhere {sizes[name]}"
                         )
-    names, flags = _open_dimensions([v for v in inputs if v.name not in known], sizes, result, problems)
-    names.update(d.dim_param for v in inputs if v.name in known for d in v.type.tensor_type.shape.dim if d.dim_param)
+    of_known = {name for v in inputs if v.name in known for d in v.type.tensor_type.shape.dim if (name := symbol_of(d))}
+    fed = [v for v in inputs if v.name not in known]
+    names = of_known | {name for value in fed for _, name in _open_of(value)}
+    problems += _contradictions(sizes, names)
+    sizes = with_derived(sizes, names)
+    flags = _take_shapes(fed, sizes, result, problems, names)
+    accepted = names | {part for name in names for part in _parts(name)}
     for name, size in dims.items():
-        if name not in names:
+        if name not in accepted:
             listed = f"the model has {', '.join(sorted(names))}" if names else "the model has no symbolic dimension"
             problems.append(f"--dim {name}={size}: there is no such dimension, {listed}")
         elif size < 1:
@@ -160,26 +183,61 @@ def open_dimensions(
 ) -> tuple[str | None, list[str]]:
     """List a model's symbolic dimensions that are not bound.
 
-    Return the one that is the first of every input with an open dimension, or None, and the others.
+    Return the one that is the first of every input with an open dimension, or None, and the others. Expressions of
+    other dimensions follow from them.
     """
-    first: set[str] = set()
-    others: set[str] = set()
-    for value in _fed(OnnxFile(path).model.graph):
-        if value.name in known or not value.type.HasField("tensor_type"):
-            continue
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            name = dim.dim_param or f"{value.name}.{axis}"
-            if _is_open(dim) and name not in dims:
-                (others if axis else first).add(name)
+    inputs = [value for value in _fed(OnnxFile(path).model.graph) if value.name not in known]
+    every = [place for value in inputs for place in _open_of(value)]
+    names = {name for _, name in every}
+    bound = with_derived(dims, names)
+    left = {name for name in names if name not in bound and not _follows(name, names | dims.keys())}
+    first = {name for axis, name in every if name in left and not axis}
+    others = {name for axis, name in every if name in left and axis}
     alone = next(iter(first)) if len(first) == 1 and not first & others else None
     return alone, sorted(others | (first - {alone}))
 
 
-def _open_dimensions(
-    inputs: Sequence[onnx.ValueInfoProto], sizes: Mapping[str, int], result: Inputs, problems: list[str]
-) -> tuple[set[str], dict[str, str]]:
-    """Fill in the shapes of inputs. Return the names of all dimensions, and the flags of those that are missing."""
-    names: set[str] = set()
+def _parts(name: str) -> tuple[str, ...]:
+    """Return the names that the size of a dimension follows from; none of one that is no expression."""
+    expression = expression_of(name)
+    return () if expression is None else expression.parts
+
+
+def _follows(name: str, names: Collection[str]) -> bool:
+    """Return whether a dimension is an expression of others among these."""
+    parts = _parts(name)
+    return bool(parts) and all(part in names for part in parts)
+
+
+def _open_of(value: onnx.ValueInfoProto) -> list[tuple[int, str]]:
+    """List the open dimensions of an input, with their names."""
+    dims = value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ()
+    return [(axis, dimension_name(value.name, axis, dim)) for axis, dim in enumerate(dims) if _is_open(dim)]
+
+
+def _contradictions(sizes: Mapping[str, int], names: Collection[str]) -> list[str]:
+    """List expressions that have another size than follows from their parts, or none at all."""
+    problems = []
+    for name in sorted(names):
+        expression = expression_of(name)
+        if expression is None or not all(part in sizes for part in expression.parts):
+            continue
+        size, parts = expression.size(sizes), ", ".join(f"{part}={sizes[part]}" for part in expression.parts)
+        if sizes.get(name, size) != size:
+            problems.append(f"--dim {name}={sizes[name]}: it is {size} by {parts}")
+        elif size < 1:
+            problems.append(f"dimension {name} is {size} by {parts}: a size must be 1 or more")
+    return problems
+
+
+def _take_shapes(
+    inputs: Sequence[onnx.ValueInfoProto],
+    sizes: Mapping[str, int],
+    result: Inputs,
+    problems: list[str],
+    names: set[str],
+) -> dict[str, str]:
+    """Fill in the shapes of inputs, and the names of their dimensions. Return the flags of those that are missing."""
     flags: dict[str, str] = {}
     several = len(inputs) > 1
     for value in inputs:
@@ -192,16 +250,18 @@ def _open_dimensions(
         if not value.type.tensor_type.HasField("shape"):
             result.odd[value.name] = "has no shape, not even its number of dimensions is known"
             continue
-        shape = []
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if not _is_open(dim):
-                shape.append(dim.dim_value)
+        called = dict(_open_of(value))
+        dims = value.type.tensor_type.shape.dim
+        for axis, name in called.items():
+            if name in sizes:
                 continue
-            name = dim.dim_param or f"{value.name}.{axis}"
-            names.add(name)
-            shape.append(sizes.get(name, 1))
-            if name not in sizes:
-                flags[name] = flag_for("--dim", name, "INT")
-                problems.append(f"input {value.name}, dimension {axis} is {dim.dim_param or 'open'}: {flags[name]}")
+            if _follows(name, names | sizes.keys()):
+                follows = ", ".join(part for part in _parts(name) if part not in sizes)
+                problems.append(f"input {value.name}, dimension {axis} is {name}: it follows from {follows}")
+                continue
+            flags[name] = flag_for("--dim", name, "INT")
+            problems.append(f"input {value.name}, dimension {axis} is {symbol_of(dims[axis]) or 'open'}: {flags[name]}")
+        shape = (sizes.get(called[i], 1) if i in called else dim.dim_value for i, dim in enumerate(dims))
         result.shapes[value.name] = tuple(shape)
-    return names, flags
+        result.named[value.name] = called
+    return flags

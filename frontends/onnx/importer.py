@@ -29,7 +29,8 @@ import onnx
 from penstock.frontends.imported import Imported, Unimported, told_renames
 from penstock.frontends.names import Names
 from penstock.frontends.writer import Lost, Refused
-from penstock.ir.graph import Value, Var
+from penstock.ir.graph import Graph, Value, Var
+from penstock.ir.sharding.batch_dims import values_with
 from penstock.ir.types import TensorType, dtype_of
 from penstock.support.errors import UsageError
 
@@ -39,9 +40,9 @@ from .control import CONTROL
 from .folding import fold, small
 from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, identity
 from .hints import Marks
-from .inference import Promises, promised_by_node, promises_of, rounds_up
+from .inference import Promises, contradicts, promised_by_node, promises_of, rounds_up
 from .node import OnnxBuilder, OnnxNode
-from .report import CannotImport, Findings, problem_of, report
+from .report import CannotImport, Findings, contradiction, problem_of, report
 from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of, why_without_rule
@@ -165,6 +166,8 @@ class _OnnxImporter:
         self.builder = OnnxBuilder(Names(every), source=source)
         self.scope = Scope(opsets)
         self.inputs: list[Value] = []
+        # The dimensions that had no size in the file, of each input.
+        self.named: dict[Value, Mapping[int, str]] = {}
         self.findings = findings
         self.marks = Marks(source.model, self.builder.names.__getitem__)
 
@@ -192,6 +195,7 @@ class _OnnxImporter:
                 continue
             entry = Value(self.builder.names[value.name], TensorType(dtype, bound.shapes[value.name]))
             self.inputs.append(entry)
+            self.named[entry] = bound.named.get(value.name, {})
             self.builder.inputs[entry] = value.name
             tensors[value.name] = entry
 
@@ -257,7 +261,7 @@ class _OnnxImporter:
 
     def take_node(self, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         """Import one node into a scope. If it cannot be imported, record why, and mark its results as lost."""
-        promises = Promises()
+        promises, node = Promises(), None
         results, first = None, len(self.builder.ops)
         try:
             node = OnnxNode(self.builder, proto, index, scope)
@@ -281,7 +285,10 @@ class _OnnxImporter:
             pass
         except _DO_NOT_FIT as error:
             results = None
-            self._note(problem_of(scope.prefix + node_name(proto, index), proto, str(error)), error)
+            problem = problem_of(scope.prefix + node_name(proto, index), proto, str(error))
+            self._note(problem, error)
+            if node is not None and contradicts(node):
+                self.findings.contradictions[problem] = self._sizes_in(node)
         if results is None:
             for name in filter(None, proto.output):
                 scope.tensors[name] = Lost(promises.types.get(name))
@@ -302,6 +309,21 @@ class _OnnxImporter:
             if isinstance(cause, NeedsKnown):
                 self.findings.needs.update(dict.fromkeys(cause.inputs))
             cause = cause.__cause__
+
+    def _sizes_in(self, node: OnnxNode) -> dict[str, int]:
+        """Return the sizes that were given for dimensions of a node's operands; of those of the inputs behind them, if
+        none can be followed so far."""
+        operands = {tensor for tensor in node.operands if isinstance(tensor, Value)}
+        graph = Graph("main", tuple(self.inputs), (), tuple(self.builder.ops))
+        behind = {name for value in operands for name in self.builder.inputs_behind(value)}
+        near, far = dict[str, int](), dict[str, int]()
+        for entry, called in self.named.items():
+            for axis, name in called.items():
+                if not operands.isdisjoint(values_with(graph, entry, axis)):
+                    near[name] = entry.type.dims[axis]
+                elif self.builder.inputs[entry] in behind:
+                    far[name] = entry.type.dims[axis]
+        return near or far
 
     def _results(self, node: OnnxNode, promises: Promises) -> Sequence[Result]:
         """Import a node as a call, control flow, folded constants or by its rule, and return its results."""
@@ -359,6 +381,8 @@ class _OnnxImporter:
                 self.findings.problems.append(
                     f"output {value.name}: sequences and optionals cannot be results, only tensors"
                 )
+        if self.findings.problems and (refused := contradiction(self.findings)) is not None:
+            raise UsageError(refused[0], where=str(self.source.path), hint=refused[1])
         if self.findings.problems:
             raise CannotImport(
                 str(self.source.path),

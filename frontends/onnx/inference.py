@@ -29,10 +29,9 @@ from .tensors import Empty, KnownTensor, Tensor, TensorList
 # that take one behind the last.
 _PLACES = ("axis", "axes", "batch_axis", "time_axis", "perm")
 _NEW_PLACES = ("Unsqueeze", "Flatten", "OneHot")
-# Errors that it raises: its own, and Python's for native exceptions (out of range, a bad length, bytes that are no
-# text).
+# Errors that it raises beside its own: the checker's, and Python's for native exceptions (out of range, a bad length,
+# bytes that are no text).
 _RAISED = (
-    onnx.shape_inference.InferenceError,
     onnx.checker.ValidationError,
     onnx.defs.SchemaError,
     RuntimeError,
@@ -92,6 +91,12 @@ def promised_by_node(n: OnnxNode) -> Promises:
 
     Return nothing for unknown operators and those that contain graphs.
     """
+    promises = _inferred(n) or Promises()
+    return Promises({}, promises.sizes) if _mistaken(n.proto, n.opset) else promises
+
+
+def _inferred(n: OnnxNode) -> Promises | None:
+    """Infer the types of a node's results. Return None where inference refuses its operands."""
     proto, types, data = n.proto, {}, {}
     for name, tensor in zip(proto.input, n.operands, strict=True):
         kind = type_proto(tensor)
@@ -107,10 +112,16 @@ def promised_by_node(n: OnnxNode) -> Promises:
     try:
         schema = onnx.defs.get_schema(proto.op_type, n.opset, proto.domain)
         imports = [make_opsetid(domain, version) for domain, version in n.scope.opsets.items()]
-        promises = promises_of(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
-    except _RAISED:  # the rule then reports the fault of the node
+        return promises_of(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
+    except onnx.shape_inference.InferenceError:  # the rule then reports the fault of the node
+        return None
+    except _RAISED:
         return Promises()
-    return Promises({}, promises.sizes) if _mistaken(proto, n.opset) else promises
+
+
+def contradicts(n: OnnxNode) -> bool:
+    """Return whether the sizes of a node's operands contradict each other or its attributes, as ONNX has it."""
+    return _inferred(n) is None
 
 
 def _mistaken(proto: onnx.NodeProto, opset: int) -> bool:

@@ -10,6 +10,7 @@ import onnx
 from penstock.frontends.imported import Unimported, counted, refusal, some
 from penstock.ir.graph import PARAM, Op, Var
 from penstock.support.errors import UnsupportedModel
+from penstock.support.words import flag_for
 
 from .tensors import known_flags
 
@@ -29,6 +30,8 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
     needs: dict[str, None] = field(default_factory=dict)
     choices: dict[tuple[str, ...], dict[str, None]] = field(default_factory=dict)
+    # Nodes whose operands have sizes that contradict each other, with those that were given for dimensions.
+    contradictions: dict[Unimported, dict[str, int]] = field(default_factory=dict)
     bound: list[str] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
     # By the rule of constants/rules.py: its reason, and the initializers.
@@ -64,6 +67,23 @@ class CannotImport(UnsupportedModel):
             + (f"; {hint}" if hint else ""),
         )
         self.needs = tuple(needs)
+
+
+def contradiction(findings: Findings) -> tuple[str, str] | None:
+    """Return an error and a hint where all problems come from sizes that were given for dimensions; else None."""
+    sizes = findings.contradictions
+    if not all(isinstance(p, Unimported) and sizes.get(p) for p in findings.problems):
+        return None
+    lines = [
+        f"{problem}; here {', '.join(f'{name} is {size}' for name, size in sizes_here.items())}"
+        for problem, sizes_here in sizes.items()
+    ]
+    names = dict.fromkeys(name for sizes_here in sizes.values() for name in sizes_here)
+    flags = " ".join(flag_for("--dim", name, "INT") for name in names)
+    return (
+        "sizes of dimensions contradict the model:\n" + "\n".join(f"  {line}" for line in lines),
+        f"another size may fit: {flags}",
+    )
 
 
 def problem_of(name: str, node: onnx.NodeProto, reason: str) -> Unimported:

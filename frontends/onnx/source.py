@@ -277,7 +277,7 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
         yield entry.domain
     for value in (*graph.input, *graph.output, *graph.initializer):
         yield value.name
-    for value in graph.input:
+    for value in (*graph.input, *graph.output):
         yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
     for node in graph.node:
         yield from (node.name, node.op_type, node.domain, *node.input, *node.output)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
-from penstock.ir.graph import PARAM, Graph, Module, Op, Value
+from penstock.ir.graph import PARAM, Graph, Module, Op, Value, Var
 from penstock.ir.ops import OPS
 
 from .rules import rule_of
@@ -65,8 +65,8 @@ class _Followed:
 class _Follower:
     """A graph, and the operations that every value belongs to."""
 
-    def __init__(self, module: Module, graph: Graph, symbols: Symbols) -> None:
-        self._learnt = {name for name, var in module.vars.items() if var.role == PARAM}
+    def __init__(self, variables: Mapping[str, Var], graph: Graph, symbols: Symbols) -> None:
+        self._learnt = {name for name, var in variables.items() if var.role == PARAM}
         self._ops: dict[Value, list[Op]] = {}
         self._rules: dict[int, SplitRule] = {}
         for op in graph.ops:
@@ -122,6 +122,11 @@ class _Follower:
                     _arrive(reached, waiting, at)
 
 
+def values_with(graph: Graph, value: Value, dim: int) -> set[Value]:
+    """Return the values that have a dimension of an input, as far as it can be followed."""
+    return set(_Follower({}, graph, _NO_SYMBOLS).follow(value, dim).at)
+
+
 def _arrive(reached: _Followed, waiting: list[_Dimension], place: _Dimension) -> None:
     """Note a place. A value that has the dimension twice compares samples with each other."""
     known = reached.at.get(place.value)
@@ -154,7 +159,7 @@ def with_batch_dims(module: Module, symbols: Symbols = _NO_SYMBOLS) -> Module:
     inputs = [v for v in graph.ins if v.type.rank and v.name in names]
     if not inputs:
         return module
-    dims = _Choice(_Follower(module, graph, symbols), inputs, graph).dims()
+    dims = _Choice(_Follower(module.vars, graph, symbols), inputs, graph).dims()
     return module if dims == module.batch else module.but(batch=dims)
 
 
