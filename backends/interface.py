@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.collective_calls import CollectiveCall
 from penstock.ir.graph import Graph, Module
+from penstock.ir.ladder.ladder import Ladder, Rung
 from penstock.support.errors import VerifyError
 
 if TYPE_CHECKING:
@@ -180,6 +181,23 @@ def stage_graphs(module: Module, stage: int) -> tuple[Graph, ...]:
     """Return the graphs of a stage in module order: those of `s2.F`, `s2.B` and `s2.U` that exist."""
     prefix = f"s{stage}."
     return tuple(g for name, g in module.graphs.items() if name.startswith(prefix))
+
+
+def graph_on_rung(ladder: Ladder[Module], rung: Rung[Module], graph: str) -> str:
+    """Return the name of a rung's graph in the library of its stage, which has those of all rungs. Those of the largest
+    keep theirs."""
+    return graph if rung is ladder.largest else f"{graph}.{rung.name}"
+
+
+def all_rungs(ladder: Ladder[Module]) -> Module:
+    """Return the module of the largest rung with the graphs of all, to be compiled and loaded together."""
+    largest = ladder.largest
+    graphs = dict(largest.held.graphs)
+    for rung in ladder:
+        if rung is not largest:
+            names = {name: graph_on_rung(ladder, rung, name) for name in rung.held.graphs}
+            graphs |= {names[name]: replace(graph, name=names[name]) for name, graph in rung.held.graphs.items()}
+    return largest.held.but(graphs=graphs)
 
 
 def device_of(module: Module, stage: int, name: str | None = None) -> Device | None:

@@ -18,6 +18,7 @@ from penstock.support.words import visible
 
 from .action_kinds import FORWARD, UPDATE
 from .attrs import Attr, Attrs
+from .ladder.bounds import Bounded
 from .memo import Derived, Memo, Result
 from .schedule import ADDERS, Schedule
 from .types import TensorType
@@ -251,6 +252,8 @@ class Module:
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     batch: Mapping[str, int | None] = field(default_factory=dict)
+    # Dimensions that stand for all sizes up to theirs: the module is a rung of a ladder (ir/ladder).
+    bounds: tuple[Bounded, ...] = ()
     # Results that were derived from the program and are needed again (ir/memory). They hold for all facts and notes.
     kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
@@ -263,7 +266,8 @@ class Module:
     @property
     def data_inputs(self) -> tuple[Value, ...]:
         """The inputs that data must give."""
-        return tuple(value for value in self.inputs if value.name != MICROBATCH)
+        filled = {MICROBATCH, *(bound.input for bound in self.bounds)}
+        return tuple(value for value in self.inputs if value.name not in filled)
 
     @property
     def draws(self) -> bool:

@@ -3,7 +3,7 @@
 One operation per line, so that every error has a line number and `diff` works.
 
     module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
-    line      = links | host | device | link | mesh | stage | input | output | batch | var | edge | graph | \
+    line      = links | host | device | link | mesh | stage | input | output | batch | bound | var | edge | graph | \
 schedule | note
     links     = "links " class {" " key "=" literal}
     host      = "host " name {" " key "=" literal}
@@ -14,6 +14,7 @@ schedule | note
     input     = "input " value                             value  = "%" name " : " type
     output    = "output %" name
     batch     = "batch %" name " " (dimension | "whole")   where its samples lie, if not along the first dimension
+    bound     = "bound " name " " size [" rows"] " : %" name "[" dimension "]" {", %" name "[" dimension "]"}
     var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] \
 [" init " (name | numbers)]
     edge      = "edge " src ">" dst " " phase " : " value {", " value}
@@ -45,6 +46,7 @@ from penstock.support.words import visible
 
 from .attrs import Attr, Scalar, parse_literal, parse_scalar, print_literal, split_items
 from .graph import FORMER_ROLES, ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
+from .ladder.bounds import Bounded, parse_bounded
 from .schedule import Action, Program, Schedule
 from .types import TYPE_PATTERN, parse_type
 
@@ -142,6 +144,8 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
         yield f"  output %{name}"
     for name, axis in module.batch.items():
         yield f"  batch %{name} {'whole' if axis is None else axis}"
+    for bound in module.bounds:
+        yield f"  {bound}"
     yield from variables
     for edge in module.edges:
         yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
@@ -301,6 +305,7 @@ class _ModuleParser:
         self.stages: list[Stage] = []
         self.inputs: list[Value] = []
         self.outputs: list[str] = []
+        self.bounds: list[Bounded] = []
         self.vars: dict[str, Var] = {}
         self.edges: list[Edge] = []
         self.graphs: dict[str, Graph] = {}
@@ -312,6 +317,7 @@ class _ModuleParser:
         self.rules: dict[str, Callable[[str], None]] = {
             "links": self._class, "host": self._host, "device": self._device, "link": self._link, "mesh": self._mesh,
             "stage": self._stage, "input": self._input, "output": self._output, "batch": self._batch,
+            "bound": self._bound,
             "var": self._var, "edge": self._edge, "graph": self._graph, "schedule": self._schedule, "note": self._note,
         }  # fmt: skip
 
@@ -376,6 +382,9 @@ class _ModuleParser:
         name, axis = _fullmatch(_BATCH, line, "batch %name DIMENSION|whole").groups()
         self.batch[name] = None if axis == "whole" else int(axis)
 
+    def _bound(self, line: str) -> None:
+        self.bounds.append(parse_bounded(line))
+
     def _var(self, line: str) -> None:
         match = _fullmatch(
             _VAR,
@@ -439,6 +448,7 @@ class _ModuleParser:
         return Module(
             self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages),
             self.vars, self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes), self.batch,
+            tuple(self.bounds),
         )  # fmt: skip
 
 

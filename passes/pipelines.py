@@ -13,6 +13,7 @@ from penstock.passes.communicate.overlap import OverlapOptions, overlap
 from penstock.passes.communicate.wire import WireOptions, check_wire, wire
 from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.passes.kernels.libraries import LibrariesOptions, libraries
+from penstock.passes.lengths.bound import BoundOptions, bound
 from penstock.passes.memory.lifetimes import LifetimesOptions, lifetimes
 from penstock.passes.memory.recompute import RecomputeOptions, recompute
 from penstock.passes.partition.partition import PartitionOptions, partition
@@ -37,6 +38,7 @@ PASSES: dict[str, Pass] = {
         Pass("simplify", simplify, SimplifyOptions),
         Pass("decompose", decompose, DecomposeOptions),
         Pass("precision", precision, PrecisionOptions),
+        Pass("bound", bound, BoundOptions),
         Pass("autodiff", autodiff, AutodiffOptions, gives=("differentiated",)),
         Pass("optimizer", optimizer, OptimizerOptions, needs=("differentiated",)),
         Pass("guard", guard, GuardOptions, needs=("differentiated",)),
@@ -210,6 +212,13 @@ def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEF
         PipelineEntry("simplify", {}, "constants first"),
         _decompose(options.library, "composites without a kernel of their own"),
         _precision(options.precision, "when no composite is left that has no kernel"),
+        PipelineEntry(
+            "bound",
+            {"name": "seq", "size": 64, "inputs": ("%ids[1]",), "outputs": ("%y[1]",)},
+            "on the whole model, when attention is one operation; masks are operations like others from there on",
+            False,
+            "--dim 'seq<=512', for each size that code is made for",
+        ),
         _shard(options),
         PipelineEntry("partition", partition, "forward cost only"),
         PipelineEntry("split", {}, "annotations become one graph per stage"),

@@ -5,6 +5,7 @@
     manifest.sha256      hash of the manifest itself, as `sha256sum -c` reads it
     manifest.hmac        signature of the manifest, where it is signed (signing.py)
     module.ir            the final IR: the program the workers run
+    rungs/N/module.ir    the same at smaller sizes N of bounded dimensions (ir/ladder)
     reference.ir         the same model before it was cut into stages, for `penstock verify` to compare with
     plan.json            why it was cut this way (free form, for readers and tools)
     cluster.toml         the devices it was compiled for, when a cluster was given
@@ -41,6 +42,8 @@ import numpy.typing as npt
 from penstock.backends.registry import BACKENDS
 from penstock.ir.files import read_module
 from penstock.ir.graph import Module, Var, stage_vars
+from penstock.ir.ladder.bounds import sizes_of
+from penstock.ir.ladder.ladder import Ladder, Rung
 from penstock.support import notebook
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.words import itemised
@@ -50,7 +53,7 @@ from .tensor_file import map_tensors
 
 FORMAT = 1
 MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
-PLAN, CLUSTER = "plan.json", "cluster.toml"
+PLAN, CLUSTER, RUNGS = "plan.json", "cluster.toml", "rungs"
 SOURCE, NAMES, STRUCTURE, REST = "source", "source/names.json", "source/model.onnx", "source/rest.safetensors"
 _MOST_THREADS = 1 << 16
 
@@ -125,6 +128,15 @@ class Bundle:
                 hint="compile it again, or copy it again",
             )
         return module
+
+    @cached_property
+    def ladder(self) -> Ladder[Module]:
+        """The modules of all sizes; of a bundle without bounded dimensions its module alone."""
+        others = [read_module(self.path / name) for name in self.manifest.files if name.startswith(f"{RUNGS}/")]
+        for other in others:
+            if (other.rank_stages(), other.rank_devices()) != (self.module.rank_stages(), self.module.rank_devices()):
+                raise VerifyError("its rungs have other ranks than its module", where=str(self.path))
+        return Ladder([Rung(sizes_of(module.bounds), module) for module in (self.module, *others)])
 
     @cached_property
     def reference(self) -> Module | None:
@@ -308,6 +320,7 @@ def _names_for(manifest: Manifest, rank: int | None) -> list[str]:
     if rank >= len(manifest.ranks):
         raise UsageError(f"there is no rank {rank} in a bundle for {len(manifest.ranks)} processes")
     common = [name for name in (MODULE, PLAN, CLUSTER, REFERENCE, NAMES) if name in manifest.files]
+    common += [name for name in manifest.files if name.startswith(f"{RUNGS}/")]
     return common + list(manifest.ranks[rank].files)
 
 

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from penstock.ir.graph import Module, stage_vars
+from penstock.ir.ladder.ladder import Ladder
 from penstock.ir.text import print_module
 from penstock.ir.types import dtype_of
 from penstock.support.atomic_files import naming
@@ -41,6 +42,7 @@ from .format import (
     NAMES,
     PLAN,
     REFERENCE,
+    RUNGS,
     SOURCE,
     Bundle,
     FileEntry,
@@ -81,11 +83,12 @@ def write_bundle(
     backend: str,
     plan: Mapping[str, Any] | None = None,
     provenance: Provenance = _UNKNOWN,
+    ladder: Ladder[Module] | None = None,
 ) -> Bundle:
     """Write a bundle in place of nothing, of an empty directory or of another bundle, and return it opened.
 
     `stage_files` are the files that the back end made for each stage; `weights` has an array for every variable with
-    `init file`.
+    `init file`. `ladder` has the modules of all sizes, of which `module` is the largest.
     """
     out = Path(os.path.abspath(out_dir))
     check_replaceable(out)
@@ -96,6 +99,9 @@ def write_bundle(
     work.folder.mkdir()
     try:
         _add_texts(work, module, plan or {}, provenance)
+        for rung in ladder or ():
+            if rung.held is not module:
+                work.add_text(f"{RUNGS}/{rung.name}/{MODULE}", print_module(rung.held))
         of_stage = _add_stages(work, module, stage_files, weights)
         ranks = zip(module.rank_stages(), module.rank_devices(), strict=True)
         manifest = Manifest(
@@ -130,7 +136,7 @@ class _FileWork:
             raise UsageError(
                 f"two files of the bundle are called {name}", hint="name the files of a stage after the stage"
             )
-        (self.folder / name).parent.mkdir(exist_ok=True)
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         with naming(self.folder / name):
             self.files[name] = FileEntry(*write(self.folder / name))
         return name

@@ -22,7 +22,6 @@ is left in the environment.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,17 +29,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.backends.bundle.format import Bundle
+from penstock.backends.interface import all_rungs, graph_on_rung
 from penstock.backends.numpy_backend import tensor_of
 from penstock.backends.registry import backend_of
 from penstock.ir.action_kinds import FORWARD
-from penstock.ir.batch_shares import loss_stage, microbatch_size
-from penstock.ir.graph import COORDINATE, MICROBATCH, Value, signature
+from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.graph import COORDINATE, MICROBATCH, Module, Value, signature
+from penstock.ir.ladder.ladder import Rung
 from penstock.ir.names import shown
 from penstock.ir.ops import OPS
 from penstock.ir.types import numpy_dtype
-from penstock.runtime.checkpoint.finding import choose
-from penstock.runtime.checkpoint.resuming import Start, start_from
+from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.data.ranges import Range, integer_range
 from penstock.runtime.messages.control import Arrays
 from penstock.runtime.state.store import TORCH_DTYPES, as_array
@@ -48,7 +48,7 @@ from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.worker.feeds import number_of
 from penstock.runtime.worker.loading import load_store
 from penstock.runtime.worker.worker import describe_failure, resident_bytes
-from penstock.support.errors import DoesNotFit, UsageError
+from penstock.support.errors import DoesNotFit
 
 from .requests import RequestPart, SampleLayout, Ticket
 
@@ -86,51 +86,70 @@ class _Input(NamedTuple):
         return bool(self.bounds[0] <= array.min() and array.max() < self.bounds[1])
 
 
-class LoadedModel:
-    """A bundle of one rank, ready to compute in this process. Any thread may call it."""
+class LoadedStage:
+    """The only stage of a bundle in this process: its code, and its variables, which all sizes of the model share."""
 
     def __init__(self, bundle: Bundle, start: Start) -> None:
         module, entry = bundle.module, bundle.rank(0)
-        graph = module.stage_graph(entry.stage, FORWARD)
-        assert graph is not None
-        self.bundle, self.warnings = bundle, start.warnings
-        self.layout = SampleLayout(module, bundle.renamed)
-        self._program = backend_of(bundle.manifest.backend).load_stage(
-            module,
+        whole = all_rungs(bundle.ladder) if module.bounds else module
+        self.bundle, self.start = bundle, start
+        self.program = backend_of(bundle.manifest.backend).load_stage(
+            whole,
             entry.stage,
             bundle.stage_files(entry.stage),
             entry.threads,
             entry.device,
             # Groups of a mesh of one device have this rank alone as their member.
-            exchange=RankExchange(module, 0, 0.0),
+            exchange=RankExchange(whole, 0, 0.0),
         )
-        self._device = self._program.device
         # The size of the process before it had any variable of the model.
         self.base_bytes = resident_bytes()
-        self.store = load_store(bundle, 0, start.tables, start.place, self._device)
+        self.store = load_store(bundle, 0, start.tables, start.place, self.program.device)
+        self.microbatch = 0
+        self.lock = threading.Lock()
+
+
+class LoadedModel:
+    """A bundle of one rank at one size, ready to compute in this process. Any thread may call it."""
+
+    def __init__(
+        self, bundle: Bundle, start: Start, stage: LoadedStage | None = None, rung: Rung[Module] | None = None
+    ) -> None:
+        module = bundle.module if rung is None else rung.held
+        graph = module.stage_graph(bundle.rank(0).stage, FORWARD)
+        assert graph is not None
+        self.bundle, self.warnings = bundle, start.warnings
+        self.layout = SampleLayout(module, bundle.renamed)
+        self._stage = stage or LoadedStage(bundle, start)
+        self._lock = self._stage.lock
+        self.base_bytes, self.store = self._stage.base_bytes, self._stage.store
+        program = self._stage.program
+        self._device = program.device
         called = signature(graph)
         self._slots = [self.store.buffer(slot, None) for slot in called.slots]
+        name = graph.name if rung is None else graph_on_rung(bundle.ladder, rung, graph.name)
         if not any(OPS[op.kind].effect and op.kind != "read" for op in graph.ops):
-            self._program.hold(graph.name, self._slots)
-        self._call = self._program.bind(graph.name, self._slots)
+            program.hold(name, self._slots)
+        self._call = program.bind(name, self._slots)
         outside = shown([value.name for value in module.data_inputs], bundle.renamed)
         self._inputs = [
             _input(value, outside[value.name], integer_range(module, value.name)) for value in module.data_inputs
         ]
+        # For each input of the graph its place among the model's inputs; None for the number of the microbatch.
+        # Behind the inputs come the coordinate on every axis of the mesh, the origin, and the bounded sizes.
         places = {one.name: i for i, one in enumerate(self._inputs)}
-        # For each input of the graph its place among those of the model; None for the number of the microbatch.
-        # Coordinates on the mesh follow the model's inputs: all are that of the first place.
         origin = {value.name: len(places) for value in called.ins if value.name.startswith(COORDINATE)}
-        self._order = [None if v.name == MICROBATCH else (places | origin)[v.name] for v in called.ins]
+        sizes = {bound.input: len(places) + 1 + i for i, bound in enumerate(module.bounds)}
+        self._order = [None if v.name == MICROBATCH else (places | origin | sizes)[v.name] for v in called.ins]
         self._origin = torch.tensor(0, dtype=torch.int64)
+        self._full = tuple(torch.tensor(bound.size, dtype=torch.int64) for bound in module.bounds)
         results = [value.name for value in called.results]
         outputs = shown(self.layout.outputs, bundle.renamed)
         # Our name, the name outside, the place among the results.
         self._outputs = [(name, outputs[name], results.index(name)) for name in self.layout.outputs]
         self._scalars = {name for name, type in self.layout.outputs.items() if not type.rank}
-        self._microbatch, self._ahead, self._key = 0, start.offset // microbatch_size(module), start.key
+        self._ahead, self._key = start.offset // microbatch_size(module), start.key
         self._shared: frozenset[int] | None = None
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{one.outside}: {self.layout.inputs[one.name]}" for one in self._inputs)
@@ -140,11 +159,14 @@ class LoadedModel:
     def __call__(self, *inputs: Any) -> Arrays:
         """Return all outputs by the model's names. Inputs are a dict by name, or arrays in the order of the inputs, of
         any number of samples. Arrays are read before this returns; outputs are the caller's."""
-        request = inputs[0] if len(inputs) == 1 else inputs
+        return self.answer(inputs[0] if len(inputs) == 1 else inputs, self._full)
+
+    def answer(self, request: Any, live: Sequence[torch.Tensor]) -> Arrays:
+        """Return all outputs for inputs that are padded: of each bounded dimension so much is the request's."""
         tensors = self._fitting(request)
         if tensors is None:
-            return self._answer(request)
-        results = self._run(tensors, None)
+            return self._answer(request, live)
+        results = self._run(tensors, None, live)
         return {
             outside: results[name][None] if name in self._scalars else results[name]
             for name, outside, _ in self._outputs
@@ -153,11 +175,14 @@ class LoadedModel:
     def compute(self, inputs: Mapping[str, np.ndarray], mb: int | None = None) -> Arrays:
         """Return the outputs of one microbatch, all by our names. Its inputs were checked; those that the graph does
         not read may be missing. `mb` is the number for its random draws, by default the next one."""
+        return self._computed(inputs, mb, self._full)
+
+    def _computed(self, inputs: Mapping[str, np.ndarray], mb: int | None, live: Sequence[torch.Tensor]) -> Arrays:
         tensors = [
             tensor_of(np.require(inputs[one.name], one.dtype, ["C", "A", "W"])) if one.name in inputs else None
             for one in self._inputs
         ]
-        return self._run(tensors, mb)
+        return self._run(tensors, mb, live)
 
     def _fitting(self, given: Any) -> list[torch.Tensor] | None:
         """Return the tensors of a request of one microbatch; None if any of it does not fit as it is."""
@@ -177,21 +202,21 @@ class LoadedModel:
             tensors.append(tensor)
         return tensors
 
-    def _answer(self, given: Any) -> Arrays:
+    def _answer(self, given: Any, live: Sequence[torch.Tensor]) -> Arrays:
         """Answer a request in microbatches, or say all that does not fit."""
         ticket = Ticket(self.layout.request(given, "inputs"), self.layout)
         while ticket.left:
             part = RequestPart(ticket, ticket.sent, 0, min(self.layout.samples, ticket.left))
             ticket.sent += part.samples
-            ticket.take(part, self.compute(self.layout.microbatch([part])))
+            ticket.take(part, self._computed(self.layout.microbatch([part]), None, live))
         return ticket.results()
 
-    def _run(self, tensors: Sequence[torch.Tensor | None], mb: int | None) -> Arrays:
+    def _run(self, tensors: Sequence[torch.Tensor | None], mb: int | None, live: Sequence[torch.Tensor]) -> Arrays:
         try:
             with self._lock:
-                number = self._microbatch if mb is None else mb
-                self._microbatch = number + 1
-                fed = (*tensors, self._origin)
+                number = self._stage.microbatch if mb is None else mb
+                self._stage.microbatch = number + 1
+                fed = (*tensors, self._origin, *live)
                 named = [self._drawn(number) if place is None else fed[place] for place in self._order]
                 ins = [x for x in named if x is not None]
                 if self._device.type != "cpu":
@@ -233,29 +258,3 @@ def _sharing(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) ->
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + x.nbytes
-
-
-# ------------------------------------------------------------------------------------------------ the way in
-
-
-def load(path: str | os.PathLike[str], *, checkpoint: str | os.PathLike[str] | None = None) -> LoadedModel:
-    """Check a bundle for inference and load it into this process. It must be of one stage on one device.
-
-    `checkpoint` is a checkpoint of a training of the model, or a directory of them, of which the newest is taken: its
-    weights stand in for those of the bundle.
-    """
-    bundle = open_bundle(path)
-    if loss_stage(bundle.module) is not None:
-        raise UsageError(
-            "the bundle is for training",
-            where=str(bundle.path),
-            hint="compile the model without a loss for inference, or train it with `penstock.open`",
-        )
-    if bundle.world_size > 1:
-        raise UsageError(
-            f"the bundle is for {bundle.world_size} processes, and a loaded model is one",
-            where=str(bundle.path),
-            hint="`penstock.open` starts them, and `job.infer` asks them; or compile it for one device",
-        )
-    chosen = None if checkpoint is None else choose(checkpoint)
-    return LoadedModel(bundle, start_from(bundle, None, chosen, None, None))

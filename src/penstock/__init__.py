@@ -34,7 +34,7 @@ _HOMES = {
     "Model": "penstock.api",
     "Plan": "penstock.api",
     "Dump": "penstock.inspection.dump",
-    "load": "penstock.runtime.job.in_process",
+    "load": "penstock.runtime.job.rungs",
     "open": "penstock.runtime.job.job",
     "run_bundle": "penstock.runtime.job.run",
     "Cluster": "penstock.ir.cluster.cluster",
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from penstock.ir.cluster.cluster import Cluster
     from penstock.ir.training.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
     from penstock.ir.training.rates import Constant, Cosine, Linear, Steps
-    from penstock.runtime.job.in_process import load
     from penstock.runtime.job.job import open
     from penstock.runtime.job.run import run_bundle
+    from penstock.runtime.job.rungs import load
     from penstock.support.errors import PenstockError
 
 __all__ = [

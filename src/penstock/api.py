@@ -17,9 +17,10 @@ from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.sharding.written import layouts_of
-from penstock.planning import build, pipeline, search
+from penstock.planning import build, search
 from penstock.planning import model as models
-from penstock.planning.model import Load, Model
+from penstock.planning.lengths import family
+from penstock.planning.model import Load, Model, Size
 from penstock.planning.options import BuildOptions, PlanOptions, SearchOptions
 from penstock.planning.plan import Plan
 from penstock.planning.watching import Feedback, ProgressHook
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 def from_onnx(
     path: str | Path,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, Size] | None = None,
     frozen: str | None = None,
     known: Mapping[str, object] | None = None,
     trained: str | None = None,
@@ -48,7 +49,7 @@ def from_torch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, Size] | None = None,
     frozen: str | None = None,
 ) -> Model:
     """Import a program of torch: an nn.Module or torch.fx.GraphModule with example arguments, whose sizes count, or an
@@ -114,7 +115,7 @@ def plan(
         mesh=mesh,
         shard=layouts_of(shard),
     )
-    return pipeline.plan_model(model, cluster, training, options, Feedback(dump, progress))
+    return family.plan_family(model, cluster, training, options, Feedback(dump, progress))
 
 
 def plan_best(

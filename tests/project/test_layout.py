@@ -49,7 +49,7 @@ HOUSE: tuple[tuple[str, ...], ...] = (
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "": HOUSE,
     "ir": (
-        ("attrs", "types", "action_kinds", "memo", "schedule_names"),
+        ("attrs", "types", "action_kinds", "memo", "schedule_names", "ladder"),
         ("schedule",),
         ("cluster",),
         ("graph",),
@@ -63,6 +63,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "passes": (
         ("manager", "placement", "rewrite", "communicate", "kernels", "sharding"),
+        ("lengths",),
         ("schedules", "training", "costs"),
         ("simulator", "memory"),
         ("partition",),

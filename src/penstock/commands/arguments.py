@@ -22,6 +22,7 @@ from .types import device_list, reader
 
 if TYPE_CHECKING:
     from penstock.inspection.dump import Dump
+    from penstock.ir.ladder.bounds import Bound
 
 Flags = argparse._ActionsContainer
 Kind = TypeVar("Kind")
@@ -148,13 +149,35 @@ def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = No
 
 def dims_of(words: Iterable[str]) -> dict[str, int]:
     """Read sizes of symbolic dimensions."""
-    dims: dict[str, int] = {}
+    dims = bounded_dims_of(words)
+    bounds = [name for name, size in dims.items() if not isinstance(size, int)]
+    if bounds:
+        raise UsageError(
+            f"--dim {bounds[0]}{dims[bounds[0]]}: a bound is for `compile` and `plan`",
+            hint=f"give one size, such as --dim {bounds[0]}=4",
+        )
+    return {name: size for name, size in dims.items() if isinstance(size, int)}
+
+
+def bounded_dims_of(words: Iterable[str]) -> dict[str, int | Bound]:
+    """Read sizes and bounds of symbolic dimensions."""
+    from penstock.ir.ladder.bounds import parse_bound  # lazy: heavy
+
+    dims: dict[str, int | Bound] = {}
     for word in words:
+        name, bounded, bound = word.partition("<=")
+        if bounded and name:
+            try:
+                dims[name.strip()] = parse_bound(f"<={bound}")
+            except ValueError as error:
+                raise UsageError(f"bad --dim {word!r}: {error}", hint="write --dim 'seq<=512'") from error
+            continue
         # A name may hold the sign, a number does not.
         name, equals, number = word.rpartition("=")
         if not equals or not (number.isascii() and number.isdecimal()) or not 1 <= int(number) < 2**31:
             raise UsageError(
-                f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4"
+                f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4, "
+                "or NAME<=INT for all sizes up to it"
             )
         dims[name] = int(number)
     return dims

@@ -17,10 +17,11 @@ import numpy as np
 from penstock.backends.bundle.format import REST, Bundle, Origin, stored_vars
 from penstock.backends.bundle.tensor_file import write_tensors
 from penstock.backends.bundle.writer import Provenance, write_bundle
-from penstock.backends.interface import CompileOptions
+from penstock.backends.interface import CompileOptions, all_rungs
 from penstock.backends.registry import backend_of
 from penstock.frontends.imported import Imported
 from penstock.ir.graph import Module
+from penstock.ir.ladder.ladder import Ladder
 
 from .options import BuildOptions
 from .plan import Plan
@@ -32,7 +33,8 @@ _DEFAULTS = BuildOptions()
 @dataclass(frozen=True)
 class Content:
     """The content of a bundle beside its code: the program, the model before it was cut, weights, and the plan as data.
-    `origin` writes what is kept of the source into a folder."""
+    `origin` writes what is kept of the source into a folder; `ladder` has the programs of all sizes, if there are
+    several."""
 
     module: Module
     reference: Module
@@ -40,6 +42,7 @@ class Content:
     plan: dict[str, Any]
     source_hash: str
     origin: Callable[[Path], Origin | None]
+    ladder: Ladder[Module] | None = None
 
 
 def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedback: Feedback = SILENT) -> Path:
@@ -54,6 +57,7 @@ def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedba
         facts,
         imported.source_hash,
         lambda folder: keep_source(imported, plan.module, folder),
+        plan.ladder,
     )
     how = CompileOptions(options.target, options.jobs, feedback.progress, watcher, options.with_runtime)
     bundle = assemble(out, content, options.backend, how)
@@ -68,7 +72,8 @@ def assemble(out: str | Path, content: Content, backend: str, options: CompileOp
     module, maker = content.module, backend_of(backend)
     stages = [stage.index for stage in module.stages]
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
-        names = maker.compile_stages(module, stages, Path(scratch), options)
+        whole = module if content.ladder is None else all_rungs(content.ladder)
+        names = maker.compile_stages(whole, stages, Path(scratch), options)
         with options.step("bundle") as said:
             bundle = write_bundle(
                 out,
@@ -78,6 +83,7 @@ def assemble(out: str | Path, content: Content, backend: str, options: CompileOp
                 backend=backend,
                 plan=content.plan,
                 provenance=Provenance(content.source_hash, content.reference, content.origin(Path(scratch))),
+                ladder=content.ladder,
             )
             said.append(str(bundle.path))
     return bundle

@@ -47,7 +47,7 @@ def describe_plan(
                 "stage": s.index,
                 "starts_at": starts[s.index],
                 "devices": list(module.devices_of(s.index)),
-                "shares": _replica_shares(module, s.index),
+                "shares": replica_shares(module, s.index),
             }
             for s in module.stages
         ],
@@ -58,7 +58,7 @@ def describe_plan(
     }
 
 
-def _replica_shares(module: Module, stage: int) -> list[int]:
+def replica_shares(module: Module, stage: int) -> list[int]:
     """Return the microbatches of a batch that each replica of a stage runs: a device, or a team of them."""
     assert module.schedule is not None
     shares = module.schedule.shares(stage)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.frontends.imported import Imported
 from penstock.ir.graph import Module
+from penstock.ir.ladder.bounds import Bound, parse_bound
 from penstock.ir.sharding.batch_dims import with_batch_dims
+from penstock.support.errors import UsageError
 
 from .watching import Feedback
 
+# A size of a dimension, or a bound for it: as such, or written `<=512`.
+Size = int | str | Bound
 # The model at so many samples per microbatch; None for the size that it has.
 Load = Callable[[int | None], "Model"]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as it was imported: `imported.module` has one graph, `imported.weights` an array per variable."""
+    """A model as it was imported: `imported.module` has one graph, `imported.weights` an array per variable. Dimensions
+    with `bounds` have their largest size there; `at` imports the model at other sizes of them."""
 
     imported: Imported
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    at: Callable[[Mapping[str, int]], Model] | None = field(default=None, compare=False)
 
     @property
     def module(self) -> Module:
@@ -47,7 +54,7 @@ class ModelFile:
     arrays; `frozen` and `trained` are patterns of names of parameters."""
 
     path: str | Path
-    dims: Mapping[str, int]
+    dims: Mapping[str, Size]
     known: Mapping[str, object]
     frozen: str | None = None
     trained: str | None = None
@@ -77,7 +84,7 @@ class ModelFile:
         """The symbolic dimension that samples are counted along, where it is the one that nothing binds."""
         from penstock.frontends.onnx import open_dimensions  # lazy: heavy
 
-        first, others = open_dimensions(self.path, self.dims, self.known)
+        first, others = open_dimensions(self.path, dict.fromkeys(self.dims, 1), self.known)
         return first if first is not None and not others else None
 
     def without(self, dim: str) -> ModelFile:
@@ -87,7 +94,7 @@ class ModelFile:
 
 def from_onnx(
     path: str | Path,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, Size] | None = None,
     frozen: str | None = None,
     known: Mapping[str, object] | None = None,
     trained: str | None = None,
@@ -95,7 +102,10 @@ def from_onnx(
     """Import an ONNX file, as `penstock.from_onnx` does."""
     from penstock.frontends.onnx import import_onnx  # lazy: heavy
 
-    return Model(import_onnx(path, dims=dims or {}, known=known or {}, frozen=frozen, trained=trained))
+    def load(sizes: Mapping[str, int]) -> Model:
+        return Model(import_onnx(path, dims=sizes, known=known or {}, frozen=frozen, trained=trained))
+
+    return with_bounds(dims or {}, load)
 
 
 def from_torch(
@@ -103,10 +113,35 @@ def from_torch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, Size] | None = None,
     frozen: str | None = None,
 ) -> Model:
     """Import a program of torch, as `penstock.from_torch` does."""
     from penstock.frontends.torch import import_torch  # lazy: heavy
 
-    return Model(import_torch(source, args, kwargs, dims=dims, frozen=frozen))
+    def load(sizes: Mapping[str, int]) -> Model:
+        return Model(import_torch(source, args, kwargs, dims=sizes, frozen=frozen))
+
+    return with_bounds(dims or {}, load)
+
+
+def with_bounds(dims: Mapping[str, Size], load: Callable[[Mapping[str, int]], Model]) -> Model:
+    """Import a model at its largest size, with what imports it at others."""
+    fixed = {name: size for name, size in dims.items() if isinstance(size, int)}
+    bounds = {name: bound_of(name, size) for name, size in dims.items() if not isinstance(size, int)}
+    if not bounds:
+        return load(fixed)
+    model = load({**fixed, **{name: bound.most for name, bound in bounds.items()}})
+    return replace(model, bounds=bounds, at=lambda sizes: load({**fixed, **sizes}))
+
+
+def bound_of(name: str, size: str | Bound) -> Bound:
+    """Read a bound of a dimension."""
+    if isinstance(size, Bound):
+        return size
+    try:
+        return parse_bound(size)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"dimension {name}: {error}", hint=f"write {name}<=64, or dims={{{name!r}: '<=64'}}"
+        ) from error

@@ -120,7 +120,11 @@ class ReadingOptions:
     """Settings of reading a model file: sizes and values of inputs, and which parameters are trained."""
 
     dim: Sequence[str] = setting(
-        (), "bind a symbolic dimension; the batch dimension is one microbatch", shown="NAME=INT", many=True
+        (),
+        "bind a symbolic dimension, or bound it: 'seq<=512' compiles once for all sizes up to it; the "
+        "batch dimension is one microbatch",
+        shown="NAME=INT",
+        many=True,
     )
     known: Sequence[str] = setting(
         (),

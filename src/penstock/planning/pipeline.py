@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from penstock.frontends.running_statistics import at_rest
@@ -29,14 +29,41 @@ from .watching import SILENT, Feedback
 _DEFAULTS = PlanOptions()
 
 
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model after the passes on the whole model, and further calls that stand before those for stages."""
+
+    module: Module
+    calls: tuple[Call, ...]
+
+    def begin(self, calls: Sequence[Call]) -> list[Call]:
+        """Return the calls that are left to do."""
+        return [*self.calls, *calls[_head(calls) :]]
+
+
+# The passes from which on a pipeline knows of devices.
+_OF_DEVICES = ("shard", "partition")
+
+
+def _head(calls: Sequence[Call]) -> int:
+    return next(i for i, call in enumerate(calls) if call.name in _OF_DEVICES)
+
+
+def prepare(model: Model, cluster: Cluster, options: PlanOptions) -> Module:
+    """Run the passes on the whole model that come before those for stages, for inference."""
+    module, calls = _pipeline(model, cluster, None, options, ())
+    return run_passes(module, calls[: _head(calls)], PASSES)
+
+
 def plan_model(
     model: Model,
     cluster: Cluster,
     training: Training | None = None,
     options: PlanOptions = _DEFAULTS,
     feedback: Feedback = SILENT,
+    prepared: PreparedModel | None = None,
 ) -> Plan:
-    """Run all passes. Without `training` the plan is for inference."""
+    """Run all passes, or those behind `prepared`. Without `training` the plan is for inference."""
     if training is not None:
         options = replace(options, microbatches=training.microbatches)
     layouts = follow_configurations(model.imported.hints, options, len(cluster.devices))
@@ -47,6 +74,9 @@ def plan_model(
     shares = _shares(cluster, options)
     module, calls = _pipeline(model, cluster, training, options, shares)
     steps = _Steps(model, options, len(options.devices) or options.stages or len(cluster.devices), layouts)
+    if prepared is not None:
+        steps.calls += calls[: _head(calls)]
+        module, calls = prepared.module, prepared.begin(calls)
     watcher = feedback.watcher
     done = run_passes(module, calls, PASSES, dump=watcher, progress=feedback.progress, before=steps.look)
     done = done.noted("placement", *steps.notes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.frontends.training import Training
 from penstock.ir.graph import Module
+from penstock.ir.ladder.ladder import Ladder
 from penstock.passes.manager import Call
 from penstock.support import notebook
 from penstock.support.words import counted
@@ -30,6 +31,8 @@ class Plan:
     calls: tuple[Call, ...]
     training: Training | None
     search: Search | None = None
+    # The programs of all sizes, where dimensions are bounded; `module` is that of the largest.
+    ladder: Ladder[Module] | None = None
 
     def __repr__(self) -> str:
         return f"<{plan_line(self.module)}>"
@@ -48,7 +51,10 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: the same facts as `notes`, for programs, and its predicted times."""
-        return describe_plan(self.module, self.reference, self.calls, self.predicted, self.search)
+        facts = describe_plan(self.module, self.reference, self.calls, self.predicted, self.search)
+        if self.ladder is not None:
+            facts["rungs"] = [{"sizes": dict(rung.sizes), "seconds": predict(rung.held).step} for rung in self.ladder]
+        return facts
 
 
 def plan_line(module: Module) -> str:

@@ -80,7 +80,7 @@ def _smaller_size(source: ModelFile, cluster: Cluster, training: Training, optio
     nothing."""
     for name, bound in source.dims.items():
         free = source.without(name)
-        sizes = [size for size in sizes_of(bound, None) if size < bound]
+        sizes = [size for size in sizes_of(bound, None) if size < bound] if isinstance(bound, int) else []
         if not sizes or free.open != name:
             continue
         try:

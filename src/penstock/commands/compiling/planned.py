@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.arguments import dims_of, known_of, settings_from
+from penstock.commands.arguments import bounded_dims_of, known_of, settings_from
 from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
 from penstock.planning.options import PlanOptions, ReadingOptions, SearchOptions, TrainingOptions
 from penstock.support.errors import UsageError
@@ -34,12 +34,20 @@ def plan_of(arguments: Namespace, dump: Dump | None) -> Plan:
 
 
 def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
+    from penstock.planning.lengths.family import plan_family  # lazy: heavy
     from penstock.planning.model import ModelFile  # lazy: heavy
-    from penstock.planning.pipeline import plan_model  # lazy: heavy
 
     training, cluster = training_of(arguments), _cluster(arguments)
     reading = settings_from(ReadingOptions, arguments)
-    source = ModelFile(arguments.model, dims_of(reading.dim), known_of(reading.known), reading.frozen, reading.trained)
+    source = ModelFile(
+        arguments.model, bounded_dims_of(reading.dim), known_of(reading.known), reading.frozen, reading.trained
+    )
+    bounded = [f"--dim '{name}{size}'" for name, size in source.dims.items() if not isinstance(size, int)]
+    if bounded and (arguments.batch is not None or arguments.plan is not None):
+        flag = "--batch" if arguments.batch is not None else "--plan"
+        raise UsageError(
+            f"{', '.join(bounded)} with {flag}: bounds are for inference without a plan", hint="leave one out"
+        )
     if arguments.batch is not None:
         plan = _searched(arguments, source, cluster, training, feedback)
         _report(plan.model)
@@ -63,7 +71,7 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     )
     if options.hints and not any(devices_settings):
         cluster = _of_model(model, cluster)
-    return plan_model(model, cluster, training, options, feedback)
+    return plan_family(model, cluster, training, options, feedback)
 
 
 def _of_model(model: Model, cluster: Cluster) -> Cluster:

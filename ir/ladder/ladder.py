@@ -1,0 +1,96 @@
+"""The ladder: programs of one model at several sizes, and the choice among them for a request.
+
+In: what stands on each rung, with the sizes it was made for. Out: the smallest rung that holds the sizes of a request
+(`fit`), or the rungs that take its rows one after the other (`pieces`), by the time that each takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Generic, TypeVar
+
+Held = TypeVar("Held")
+
+
+@dataclass(frozen=True)
+class Rung(Generic[Held]):
+    """A program, and the sizes of bounded dimensions that it was made for."""
+
+    sizes: Mapping[str, int]
+    held: Held
+
+    @property
+    def name(self) -> str:
+        """A name that is part of file names: the sizes in order."""
+        return "x".join(map(str, self.sizes.values()))
+
+
+class Ladder(Generic[Held]):
+    """The rungs of a model, the smallest first. Each has sizes of the same dimensions."""
+
+    def __init__(self, rungs: Sequence[Rung[Held]]) -> None:
+        self.rungs = tuple(sorted(rungs, key=lambda rung: (prod(rung.sizes.values()), *rung.sizes.values())))
+        self.names = tuple(self.rungs[0].sizes)
+        self._by_size = {tuple(rung.sizes[name] for name in self.names): rung for rung in self.rungs}
+        assert len(self._by_size) == len(self.rungs), "two rungs have the same sizes"
+
+    def __iter__(self) -> Iterator[Rung[Held]]:
+        return iter(self.rungs)
+
+    def __len__(self) -> int:
+        return len(self.rungs)
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The largest size of each dimension."""
+        return {name: max(rung.sizes[name] for rung in self.rungs) for name in self.names}
+
+    @property
+    def largest(self) -> Rung[Held]:
+        """The rung that holds every request."""
+        return self._by_size[tuple(self.most.values())]
+
+    def at(self, sizes: Mapping[str, int]) -> Rung[Held] | None:
+        """Return the rung of exactly these sizes, or None."""
+        return self._by_size.get(tuple(sizes.get(name, 0) for name in self.names))
+
+    def fit(self, sizes: Mapping[str, int]) -> Rung[Held] | None:
+        """Return the smallest rung that holds these sizes; None if none does."""
+        fitting = (rung for rung in self.rungs if all(sizes[name] <= rung.sizes[name] for name in self.names))
+        return next(fitting, None)
+
+    def sizes_along(self, name: str) -> list[int]:
+        """Return the sizes of rungs along a dimension, in order."""
+        return sorted({rung.sizes[name] for rung in self.rungs})
+
+
+def pieces(count: int, seconds: Mapping[int, float]) -> list[int]:
+    """Return the sizes that take so many rows in the least time, the largest first. `seconds` has the time of each
+    size. The last one may be larger than what is left for it."""
+    return best_pieces(count, seconds)[count]
+
+
+def best_pieces(most: int, seconds: Mapping[int, float]) -> list[list[int]]:
+    """Return `pieces` of every number of rows from 0 to `most`."""
+    least = [0.0] + [float("inf")] * most
+    first = [0] * (most + 1)
+    for n in range(1, most + 1):
+        for size, time in sorted(seconds.items()):
+            total = time + least[max(n - size, 0)]
+            # Of equal times the larger size, which makes fewer calls.
+            if total <= least[n]:
+                least[n], first[n] = total, size
+    chosen: list[list[int]] = [[]]
+    for n in range(1, most + 1):
+        chosen.append(sorted([first[n], *chosen[max(n - first[n], 0)]], reverse=True))
+    return chosen
+
+
+def grown_sizes(most: int, step: Callable[[int], int]) -> tuple[int, ...]:
+    """Return sizes up to `most`: `step` gives the size behind another one, from 0 on."""
+    sizes = [step(0)]
+    while sizes[-1] < most:
+        sizes.append(step(sizes[-1]))
+    return (*(size for size in sizes if size < most), most)

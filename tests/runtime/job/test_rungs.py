@@ -1,0 +1,189 @@
+"""Tests of bundles with bounded dimensions: every size up to the bound equals onnxruntime, and nothing is compiled when
+they run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from torch import tensor
+
+import penstock as ps
+from penstock.backends.tvm.compile import pool
+from penstock.runtime.job.rungs import LoadedLadder
+from penstock.support.errors import UnsupportedModel, UsageError
+
+MODEL = """<ir_version: 8, opset_import: ["" : 17]> g (float[batch,seq,8] x, int64[batch,seq] ids)
+=> (float[batch,seq,8] y, float[batch,8] m)
+<float[8,8] w = {WEIGHTS}, float[5,8] table = {TABLE}, int64[1] last = {1}, float[1] half = {0.5}> {
+  e = Gather(table, ids)
+  a = Add(x, e)
+  q = MatMul(a, w)
+  t = Transpose<perm = [0, 2, 1]>(a)
+  s = MatMul(q, t)
+  p = Softmax<axis = -1>(s)
+  h = MatMul(p, a)
+  y = Mul(h, half)
+  m = ReduceMean<axes = [1], keepdims = 0>(y)
+}"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    numbers = {"WEIGHTS": rng.normal(size=64), "TABLE": rng.normal(size=40)}
+    text = MODEL
+    for name, array in numbers.items():
+        text = text.replace("{" + name + "}", "{" + ", ".join(f"{x:.6f}" for x in array) + "}")
+    path = tmp_path_factory.mktemp("model") / "model.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+def _inputs(batch: int, seq: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(batch * 100 + seq)
+    return {
+        "x": rng.normal(size=(batch, seq, 8)).astype(np.float32),
+        "ids": rng.integers(0, 5, (batch, seq)),
+    }
+
+
+class _Judge:
+    def __init__(self, path: Path) -> None:
+        self._session = onnxruntime.InferenceSession(path)
+
+    def check(self, outputs: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]) -> None:
+        names = [output.name for output in self._session.get_outputs()]
+        for name, expected in zip(names, self._session.run(names, dict(inputs)), strict=True):
+            assert outputs[name].shape == expected.shape
+            np.testing.assert_allclose(outputs[name], expected, rtol=2e-5, atol=1e-5)
+
+
+def _compiled(path: Path, out: Path, dims: Mapping[str, Any], backend: str = "numpy", devices: int = 1) -> Path:
+    plan = ps.plan(ps.from_onnx(path, dims=dims), ps.Cluster.local(devices))
+    return ps.compile(plan, out, backend=backend)
+
+
+@pytest.fixture(scope="module")
+def lengths(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dims = {"batch": 2, "seq": "<=20:4,8,20"}
+    return _compiled(model, tmp_path_factory.mktemp("lengths") / "bundle", dims, "tvm")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count what is compiled."""
+    made: list[str] = []
+    run = pool.WorkerPool.run
+
+    def counting(self: pool.WorkerPool, jobs: Any, *more: Any, **named: Any) -> Any:
+        made.extend(str(job) for job in jobs)
+        return run(self, jobs, *more, **named)
+
+    monkeypatch.setattr(pool.WorkerPool, "run", counting)
+    return made
+
+
+def test_every_length(model: Path, lengths: Path, no_compiler: list[str]) -> None:
+    loaded, judge = ps.load(lengths), _Judge(model)
+    assert isinstance(loaded, LoadedLadder)
+    for seq in range(1, 21):
+        inputs = _inputs(2, seq)
+        judge.check(loaded(inputs), inputs)
+    assert no_compiler == []
+
+
+def test_control_compiling_is_counted(
+    model: Path, tmp_path: Path, no_compiler: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    _compiled(model, tmp_path / "one", {"batch": 1, "seq": 3}, "tvm")
+    assert no_compiler
+
+
+def test_padding_of_nan_changes_no_bit(lengths: Path) -> None:
+    loaded = ps.load(lengths)
+    assert isinstance(loaded, LoadedLadder)
+    inputs = _inputs(2, 5)
+    rung = loaded.at({"seq": 8})
+    padded = {
+        "x": np.full((2, 8, 8), np.nan, np.float32),
+        "ids": np.full((2, 8), 4),
+    }
+    for name, array in inputs.items():
+        padded[name][:, :5] = array
+    expected = loaded(inputs)
+
+    got = rung.answer(padded, (tensor(5),))
+    np.testing.assert_array_equal(got["y"][:, :5], expected["y"])
+    np.testing.assert_array_equal(got["m"], expected["m"])
+    # Control: told that all eight are the request's, padding shows.
+    assert np.isnan(rung.answer(padded, (tensor(8),))["m"]).all()
+
+
+def test_every_batch(model: Path, tmp_path: Path) -> None:
+    bundle = _compiled(model, tmp_path / "bundle", {"batch": "<=8", "seq": 3})
+    loaded, judge = ps.load(bundle), _Judge(model)
+    assert isinstance(loaded, LoadedLadder)
+    assert [rung.name for rung in loaded.bundle.ladder] == ["1", "2", "4", "8"]
+    assert loaded.requests.rows == "batch"
+    # Rows do not see each other: more than the bound is cut, too.
+    for batch in (*range(1, 10), 19):
+        inputs = _inputs(batch, 3)
+        judge.check(loaded(inputs), inputs)
+
+
+def test_both(model: Path, tmp_path: Path) -> None:
+    bundle = _compiled(model, tmp_path / "bundle", {"batch": "<=2:1,2", "seq": "<=8:4,8"})
+    loaded, judge = ps.load(bundle), _Judge(model)
+    for batch in (1, 2, 3):
+        for seq in range(1, 9):
+            inputs = _inputs(batch, seq)
+            judge.check(loaded(inputs), inputs)
+
+
+def test_inputs_that_do_not_fit(lengths: Path) -> None:
+    loaded = ps.load(lengths)
+    with pytest.raises(UsageError, match="seq is 21, the bundle was compiled for sizes from 1 to 20"):
+        loaded(_inputs(2, 21))
+    with pytest.raises(UsageError, match="different sizes along seq: x 5, ids 4"):
+        loaded({**_inputs(2, 5), "ids": _inputs(2, 4)["ids"]})
+    with pytest.raises(UsageError):
+        loaded({"x": _inputs(2, 5)["x"]})
+    assert isinstance(loaded, LoadedLadder)
+    with pytest.raises(UsageError, match="no rung of seq=5"):
+        loaded.at({"seq": 5})
+
+
+def test_threads(model: Path, lengths: Path) -> None:
+    loaded, judge, failed = ps.load(lengths), _Judge(model), list[BaseException]()
+
+    def ask(first: int) -> None:
+        try:
+            for seq in range(first, 21, 4):
+                inputs = _inputs(2, seq)
+                judge.check(loaded(inputs), inputs)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+
+
+def test_a_model_that_cannot_be_bounded(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[batch,seq] x) => (float[r,c] y)
+    <int64[2] shape = {3, -1}> { y = Reshape(x, shape) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModel, match=r"(?s)seq cannot be bounded.*output %y: mixes seq"):
+        _compiled(tmp_path / "model.onnx", tmp_path / "bundle", {"batch": 6, "seq": "<=8"})
