@@ -2,8 +2,8 @@
 
 In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
 
-  * a direct correlation (tools/correlation.py; register_tiles.py, planes.py for groups of one channel, lines.py for few
-    output channels): convolutions, and gradients for the input, which are correlations of the output's gradient with
+  * a direct correlation (tools/correlation.py; register_tiles.py, planes.py for groups of one channel, channel_lanes.py
+    where their images are small, lines.py for few output channels): convolutions, and gradients for the input, which are correlations of the output's gradient with
     the flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its
     positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r]
@@ -43,7 +43,7 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
-from . import planes, small_images, tile_conv, windows
+from . import channel_lanes, planes, small_images, tile_conv, windows
 from . import winograd as conv_winograd
 from .lines import emit_lines
 from .points import PointProduct, emit_points
@@ -157,6 +157,8 @@ def emit_correlation(body: Body, c: Correlation) -> None:
     lanes = lanes_of(body, c)
     if conv_winograd.suits(body, c):
         conv_winograd.emit_winograd(body, c, lanes)
+    elif channel_lanes.suits(body, c):
+        channel_lanes.emit_channel_lanes(body, c)
     elif planes.suits(c):
         planes.emit_planes(body, c, lanes)
     else:
