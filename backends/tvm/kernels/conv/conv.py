@@ -3,9 +3,9 @@
 In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
 
   * a direct correlation (tools/correlation.py; register_tiles.py, planes.py for groups of one channel, channel_lanes.py
-    where their images are small, lines.py for few output channels): convolutions, and gradients for the input, which are correlations of the output's gradient with
-    the flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its
-    positions:
+    where their images are small, lines.py for few output channels): convolutions, and gradients for the input, which
+    are correlations of the output's gradient with the flipped weight. With stride s they fall apart into s phases per
+    dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r]
     over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
