@@ -39,6 +39,7 @@ class Imported:
     bound         the elements of inputs that were bound to values
     structure     an ONNX file without the elements of the variables
     state         the state dict of a torch module
+    attachments   files that travel with a bundle, by their names
     hints         the stages and layers in which the model says its nodes should run
     symbols       the symbols of the dimensions of inputs and outputs, by their names here; empty where there is none
     """
@@ -51,6 +52,7 @@ class Imported:
     bound: Mapping[str, object] = field(default_factory=dict)
     structure: Structure | None = None
     state: State | None = None
+    attachments: Mapping[str, bytes] = field(default_factory=dict)
     hints: Hints = field(default_factory=Hints)
     symbols: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

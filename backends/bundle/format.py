@@ -16,6 +16,7 @@
                              values come after a %
     source/model.onnx        the source model without those elements, when it was an ONNX file, for `penstock export`
     source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
+    generation/...           what a bundle that generates text needs: facts.json, and the tokenizer's files
     source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
 
 `open_bundle` checks names, sizes and hashes of all files before any of them is parsed or loaded, and reports all

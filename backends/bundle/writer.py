@@ -63,11 +63,13 @@ _CHUNK = 1 << 22
 @dataclass(frozen=True)
 class Provenance:
     """The source of a program: the hash of the source model, its module before the cut into stages, its names and
-    files. `tools` are the versions of the tools that made the program, by default those that are installed."""
+    files. `attachments` are files by their names in the bundle. `tools` are the versions of the tools that made the
+    program, by default those that are installed."""
 
     source_hash: str = ""
     reference: Module | None = None
     origin: Origin | None = None
+    attachments: Mapping[str, bytes] = field(default_factory=dict)
     tools: Mapping[str, str] | None = None
 
 
@@ -163,6 +165,8 @@ def _add_texts(work: _FileWork, module: Module, plan: Mapping[str, Any], provena
         work.add_text(REFERENCE, print_module(provenance.reference))
     if module.cluster is not None:
         work.add_text(CLUSTER, module.cluster.to_toml())
+    for name, data in provenance.attachments.items():
+        work.add(name, partial(_write_bytes, data=data))
     origin = provenance.origin
     if origin is not None:
         work.add_text(NAMES, _json({var: list(names) for var, names in origin.names.items()}, ensure_ascii=False))

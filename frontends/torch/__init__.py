@@ -1,6 +1,6 @@
 """The torch frontend: `import_torch` takes a module with example arguments, a torch.fx graph, or an ExportedProgram.
 
-This is the only part of the frontends that imports torch.
+With the frontend of Hugging Face it is all of the frontends that imports torch.
 """
 
 from .importer import import_torch

@@ -26,7 +26,7 @@ from penstock.support.errors import UnsupportedModel
 from .arrays import our_dtype
 from .node import Absent, KnownElements, TorchBuilder, TorchNode, TorchWeight
 from .source import SymbolSizes
-from .table import CHECKS, RULES, name_of
+from .table import ALL_RULES, CHECKS, name_of
 
 # Their rules write these even where all operands are known: torch returns uninitialised memory.
 _UNSET = "empty"
@@ -66,15 +66,15 @@ class Caller:
         call = node.call
         name = name_of(call.target)
         draws = torch.Tag.nondeterministic_seeded in call.target.tags  # type: ignore[union-attr]
-        if draws and name not in RULES:
+        if draws and name not in ALL_RULES:
             raise Refused("random numbers of this kind are not supported")
         operands = node.operands()
         if not draws and _plain(operands) and not name.startswith(_UNSET) and self._small(call):
             result = _computed(call, operands)
             if isinstance(result, torch.Tensor | tuple | list):
                 self.folded.append(call.name)
-        elif name in RULES:
-            result = RULES[name](node)
+        elif name in ALL_RULES:
+            result = ALL_RULES[name](node)
             unread = node.unread()
             if unread:
                 raise Refused(f"argument {', '.join(unread)} is not supported")

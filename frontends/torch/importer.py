@@ -23,6 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
@@ -31,7 +32,7 @@ from torch.utils import _pytree as pytree
 from penstock.frontends.imported import Imported, State, Unimported, counted, some, told_renames
 from penstock.frontends.names import Names, legal, pattern_of
 from penstock.frontends.writer import Lost, Refused
-from penstock.ir.graph import BUFFER, Value, Var
+from penstock.ir.graph import BUFFER, Module, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
@@ -59,23 +60,26 @@ def import_torch(
     where = type(source).__name__
     pattern = pattern_of(frozen, "frozen", where)
     program = exported(source, args, kwargs, where)
-    importer = _ProgramImporter(program, where, dims or {})
-    importer.take_state(pattern)
-    importer.take_inputs()
-    for call in program.graph.nodes:
-        if call.op in ("call_function", "get_attr"):
-            importer.caller.take(call)
-    return importer.finish()
+    return ProgramImporter(program, where, dims or {}).run(pattern)
 
 
 def _trains(tensor: object) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
 
 
-class _ProgramImporter:
-    """State of one import: the graph so far, its problems, and the findings to report."""
+class ProgramImporter:
+    """State of one import: the graph so far, its problems, and the findings to report.
 
-    def __init__(self, program: ExportedProgram, where: str, dims: Mapping[str, int]) -> None:
+    A subclass may take variables from elsewhere, name inputs, and hash what it read in its own way.
+    """
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        where: str,
+        dims: Mapping[str, int],
+        builder: type[TorchBuilder] = TorchBuilder,
+    ) -> None:
         self.program = program
         self.where = where
         self.dims = dims
@@ -89,7 +93,7 @@ class _ProgramImporter:
         self.state = {**program.constants, **program.state_dict}
         held = [str(s.target) for s in signature.input_specs if s.kind in _STATE]
         # Variables first: an input of forward with the name of a variable gets another one.
-        self.builder = TorchBuilder(Names(held))
+        self.builder = builder(Names(held))
         self.sizes = SymbolSizes(program, self.fed, dims, where)
         self.problems: list[Unimported | str] = []
         self.caller = Caller(self.builder, self.sizes, self.problems)
@@ -104,6 +108,15 @@ class _ProgramImporter:
         self.moving: dict[str, Value | Lost] = {
             str(s.target): Lost(None) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION
         }
+
+    def run(self, frozen: re.Pattern[str] | None = None) -> Imported:
+        """Import the whole program."""
+        self.take_state(frozen)
+        self.take_inputs()
+        for call in self.program.graph.nodes:
+            if call.op in ("call_function", "get_attr"):
+                self.caller.take(call)
+        return self.finish()
 
     def _is_input(self, name: str) -> bool:
         return name in self.specs and self.specs[name].kind == InputKind.USER_INPUT
@@ -180,6 +193,10 @@ class _ProgramImporter:
                     f"input {spec.arg.name}: {spec.kind.name.lower().replace('_', ' ')} is not supported"
                 )
 
+    def input_name(self, name: str) -> str:
+        """Return the name that an input shall have if it is free."""
+        return name
+
     def _take_input(self, node: torch.fx.Node, fed: torch.Tensor) -> None:
         try:
             kind = TensorType(our_dtype(fed.dtype), self.sizes.shape(fed))
@@ -187,7 +204,7 @@ class _ProgramImporter:
             self.problems.append(f"input {node.name}: {error}")
             self.builder.env[node] = Lost(None)
             return
-        value = Value(self.builder.names.fresh(node.name), kind)
+        value = Value(self.builder.names.fresh(self.input_name(node.name)), kind)
         if value.name != node.name:
             self.spelled[value.name] = node.name
         self.inputs.append(value)
@@ -201,21 +218,25 @@ class _ProgramImporter:
             raise complain(self.where, self.problems)
         module = self.builder.module(self.where, self.inputs, self._spell(named))
         variables = module.vars
-        weights = {name: self.builder.weights[name] for name in variables}
-        digest = hashlib.sha256(print_module(module).encode())
-        for array in weights.values():
-            digest.update(array.tobytes())
+        weights = {name: self.builder.weights[name] for name, var in variables.items() if var.init == "file"}
         names = self.spelled | self.builder.names.changed(set(variables))
         return Imported(
             module,
             weights,
-            digest.hexdigest(),
+            self.source_hash(module, weights),
             tuple(self._report(variables, module.outputs, names)),
             names,
-            state=self._state(variables),
+            state=self.state_of(variables),
         )
 
-    def _state(self, variables: Mapping[str, Var]) -> State:
+    def source_hash(self, module: Module, weights: dict[str, np.ndarray]) -> str:
+        """Hash all that was read."""
+        digest = hashlib.sha256(print_module(module).encode())
+        for array in weights.values():
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def state_of(self, variables: Mapping[str, Var]) -> State | None:
         """Return the state dict of the program without tensors of element types that have no counterpart here."""
         tensors = {name: t for name, t in self.program.state_dict.items() if isinstance(t, torch.Tensor)}
         names = {name: tuple(same) for name, same in self.stored.items() if name in variables}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Node as Call
 
@@ -72,6 +73,8 @@ class TorchBuilder(GraphWriter):
     `env` maps each node of the source to a tensor, a Python object, or a tuple of these.
     """
 
+    # A graph that is for inference alone has parameters, but none that is trained.
+    trains = True
     env: dict[Call, Any] = field(default_factory=dict)
     trained: set[Value] = field(default_factory=set)
     _values: dict[tuple[str, str], Value] = field(default_factory=dict)
@@ -83,7 +86,7 @@ class TorchBuilder(GraphWriter):
         key = (tensor.name, dtype)
         if key not in self._values:
             if isinstance(tensor, TorchWeight):
-                value = self.variable(tensor.name, kind, PARAM, array_of(tensor.tensor))
+                value = self.variable(tensor.name, kind, PARAM, self.elements(tensor))
                 self.trained.add(value)
             else:
                 elements = tensor.tensor if dtype == kind.dtype else tensor.tensor.to(their_dtype(dtype))
@@ -91,6 +94,10 @@ class TorchBuilder(GraphWriter):
                 value = self.constant(name, array_of(elements), tensor.name)
             self._values[key] = value
         return self._values[key]
+
+    def elements(self, weight: TorchWeight) -> np.ndarray:
+        """Return the elements of a parameter."""
+        return array_of(weight.tensor)
 
     def materialised(self) -> set[Value]:
         return set(self._values.values())
@@ -192,7 +199,8 @@ class TorchNode(Writer):
     def is_trained(self, name: str = "self") -> bool:
         """Return whether an argument depends on a parameter that is trained."""
         tensor = self.arg(name)
-        return isinstance(tensor, TorchWeight) or (isinstance(tensor, Value) and self._builder.depends([tensor]))
+        depends = isinstance(tensor, TorchWeight) or (isinstance(tensor, Value) and self._builder.depends([tensor]))
+        return depends and self._builder.trains
 
     def weight(self, name: str) -> torch.Tensor | None:
         """Return the elements of a parameter or known tensor at import, else None."""
@@ -202,6 +210,12 @@ class TorchNode(Writer):
     def is_used(self, i: int) -> bool:
         """Return whether result i, one of several, is used."""
         return any(user.args[1] == i for user in self.call.users if user.target is operator.getitem)
+
+    def cache(self, name: str, dims: tuple[int, ...]) -> str:
+        """Add a cache, whose name begins like that. Return its name."""
+        name = self._builder.names.fresh(name)
+        self._builder.cache(name, TensorType("f32", dims))
+        return name
 
     def ignore(self, *names: str) -> None:
         """Mark arguments as read that do not change the result here."""

@@ -44,7 +44,7 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
                 "an ExportedProgram has its example arguments already; give dims={NAME: SIZE} to bind its sizes",
                 where=where,
             )
-        return _decomposed(source, where)
+        return decomposed(source, where)
     if isinstance(source, torch.jit.ScriptModule | torch.jit.ScriptFunction):
         raise UsageError(
             "scripted and traced modules are not supported",
@@ -67,7 +67,7 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     except Exception as error:  # torch.export raises errors of its own, of the model's code, and of tensors
         hint = _HINT if _depends_on_data(error) else ""
         raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=hint) from error
-    return _decomposed(program, where)
+    return decomposed(program, where)
 
 
 @contextmanager
@@ -99,7 +99,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}" if lines else type(error).__name__
 
 
-def _decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
+def decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
+    """Decompose a program into operations that the tables have rows for."""
     table: Any = torch.export.default_decompositions()
     for target in list(table.keys()):
         if name_of(target) in WHOLE:
@@ -107,8 +108,8 @@ def _decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
     stops = _mark_stops(program)
     try:
         with _quiet_about_leaves():
-            decomposed: ExportedProgram = program.run_decompositions(table)
-        return decomposed
+            result: ExportedProgram = program.run_decompositions(table)
+        return result
     except Exception as error:  # as above
         if isinstance(error, AssertionError) and (shared := _one_tensor(program)):
             raise UnsupportedModel(

@@ -11,6 +11,7 @@ from .rules import (
     attention,
     bags,
     bits,
+    decoding,
     distances,
     draws,
     elementwise,
@@ -43,6 +44,8 @@ _FAMILIES = (
 
 RULES: dict[str, Rule] = {name: rule for family in _FAMILIES for name, rule in family.RULES.items()}
 assert len(RULES) == sum(len(family.RULES) for family in _FAMILIES), "two rows have one name"
+# With operations of our own, which are none of ATen's.
+ALL_RULES = {**RULES, **decoding.RULES}
 
 # fmt: off
 WHOLE = frozenset({
@@ -64,6 +67,8 @@ CHECKS = frozenset({
 
 
 def name_of(target: object) -> str:
-    """Return the name of an ATen operation in the tables, "" for anything else."""
+    """Return the name of an operation of ATen or of ours in the tables, "" for anything else."""
     text = str(target)
+    if text.startswith("penstock."):
+        return text.removesuffix(".default")
     return text.removeprefix("aten.").removesuffix(".default") if text.startswith("aten.") else ""

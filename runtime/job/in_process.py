@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ from penstock.ir.ops import OPS
 from penstock.ir.types import numpy_dtype
 from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.data.ranges import Range, integer_range
+from penstock.runtime.generation.generator import TextGenerator
 from penstock.runtime.messages.control import Arrays
 from penstock.runtime.state.store import TORCH_DTYPES, as_array
 from penstock.runtime.transport.collectives import RankExchange
@@ -51,6 +53,7 @@ from penstock.runtime.worker.worker import describe_failure, resident_bytes
 from penstock.support.errors import DoesNotFit
 
 from .requests import RequestPart, SampleLayout, Ticket
+from .texts import GeneratesText, generator_of
 
 
 class _Input(NamedTuple):
@@ -109,7 +112,7 @@ class LoadedStage:
         self.lock = threading.Lock()
 
 
-class LoadedModel:
+class LoadedModel(GeneratesText):
     """A bundle of one rank at one size, ready to compute in this process. Any thread may call it."""
 
     def __init__(
@@ -128,7 +131,7 @@ class LoadedModel:
         called = signature(graph)
         self._slots = [self.store.buffer(slot, None) for slot in called.slots]
         name = graph.name if rung is None else graph_on_rung(bundle.ladder, rung, graph.name)
-        if not any(OPS[op.kind].effect and op.kind != "read" for op in graph.ops):
+        if not any(OPS[op.kind].effect and op.kind not in ("read", "put") for op in graph.ops):
             program.hold(name, self._slots)
         self._call = program.bind(name, self._slots)
         outside = shown([value.name for value in module.data_inputs], bundle.renamed)
@@ -183,6 +186,11 @@ class LoadedModel:
             for one in self._inputs
         ]
         return self._run(tensors, mb, live)
+
+    @cached_property
+    def generator(self) -> TextGenerator:
+        """The generator of the bundle, with the rates of what it computed."""
+        return generator_of(self.bundle, lambda rung, inputs: self.compute(inputs))
 
     def _fitting(self, given: Any) -> list[torch.Tensor] | None:
         """Return the tensors of a request of one microbatch; None if any of it does not fit as it is."""

@@ -68,6 +68,7 @@ from penstock.support.terminal import say
 
 from .inference import Inference, Inputs
 from .ranks import start_ranks, whole_parameters
+from .texts import JobText
 
 _NO_MORE: Any = object()
 
@@ -75,7 +76,7 @@ _NO_MORE: Any = object()
 TrainingBatch = Mapping[str, Any] | Sequence[Any]
 
 
-class Job:
+class Job(JobText):
     """The ranks of one bundle, for training or inference."""
 
     def __init__(

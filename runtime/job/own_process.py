@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.backends.bundle.format import Bundle
 from penstock.ir.graph import PARAM
 from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.checkpoint.saving import Saver
+from penstock.runtime.generation.generator import TextGenerator
 from penstock.runtime.group.group import RankGroup, host_store
 from penstock.runtime.messages.control import (
     Arrays,
@@ -40,7 +42,8 @@ from penstock.runtime.state.store import as_array
 from penstock.runtime.worker.worker import peak_bytes
 from penstock.support.errors import VerifyError
 
-from .in_process import LoadedModel
+from .in_process import LoadedModel, LoadedStage
+from .rungs import LoadedLadder
 
 _POLL_SECONDS = 0.2
 
@@ -54,13 +57,19 @@ class OwnProcess:
 
     def __init__(self, bundle: Bundle, setup: Setup, start: Start) -> None:
         self.bundle = bundle
-        self.model = LoadedModel(bundle, start)
+        self._start, self._stage = start, LoadedStage(bundle, start)
+        self.model = LoadedModel(bundle, start, self._stage)
         # As of Workers: the directory of checkpoints, for messages.
         self.checkpoints: str | None = None
         self.ended = False
         self._setup = setup
         self._saver: Saver | None = None
         self._messages: queue.SimpleQueue[tuple[int, Message, Arrays]] = queue.SimpleQueue()
+
+    @cached_property
+    def generator(self) -> TextGenerator:
+        """The generator of text, over the variables of the model."""
+        return LoadedLadder(self.bundle, self._start, self._stage).generator
 
     def send(self, rank: int, message: Record, arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Do what a message asks for, and keep the answer for `receive`. An error ends the rank."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,14 @@ from penstock.ir.ladder.ladder import Ladder, Rung, best_pieces
 from penstock.ir.names import shown
 from penstock.runtime.checkpoint.finding import choose
 from penstock.runtime.checkpoint.resuming import Start, start_from
+from penstock.runtime.generation.generator import TextGenerator
+from penstock.runtime.generation.turn import TOKENS
 from penstock.runtime.messages.control import Arrays
 from penstock.runtime.state.store import as_array
 from penstock.support.errors import UsageError
 
 from .in_process import LoadedModel, LoadedStage
+from .texts import GeneratesText, generator_of
 
 
 class SizedRequests:
@@ -172,13 +176,13 @@ def _times(bounds: Sequence[Bounded], name: str, shape: tuple[int, ...]) -> dict
     return {bound.name: (dims[0], shape[dims[0]] // bound.size) for bound in bounds if (dims := bound.dims_of(name))}
 
 
-class LoadedLadder:
+class LoadedLadder(GeneratesText):
     """A bundle of one rank with bounded dimensions, ready to compute in this process. Any thread may call it."""
 
-    def __init__(self, bundle: Bundle, start: Start) -> None:
+    def __init__(self, bundle: Bundle, start: Start, stage: LoadedStage | None = None) -> None:
         self.bundle, self.warnings, self._start = bundle, start.warnings, start
         self.requests = SizedRequests(bundle)
-        self._stage = LoadedStage(bundle, start)
+        self._stage = stage or LoadedStage(bundle, start)
         self.store, self.base_bytes = self._stage.store, self._stage.base_bytes
         self._models: dict[str, LoadedModel] = {}
         self._lock = threading.Lock()
@@ -205,6 +209,11 @@ class LoadedLadder:
             parts.append(self.requests.cut(results, rung, part) if part != dict(rung.sizes) else results)
             start += part.get(self.requests.rows or "", 0)
         return self.requests.joined(parts)
+
+    @cached_property
+    def generator(self) -> TextGenerator:
+        """The generator of the bundle, with the rates of what it computed."""
+        return generator_of(self.bundle, lambda rows, inputs: self.at({TOKENS: rows}).compute(inputs))
 
     def at(self, sizes: Mapping[str, int]) -> LoadedModel:
         """Return the model of exactly these sizes, which pads nothing."""

@@ -72,7 +72,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("messages",),
         ("state",),
-        ("group", "telemetry"),
+        ("group", "telemetry", "generation"),
         ("data", "transport"),
         ("checkpoint",),
         ("worker",),
@@ -120,7 +120,10 @@ def _is_below(module: str, prefixes: Iterable[str]) -> bool:
 LIBRARIES = {
     "tvm": ("backends.tvm",),
     "tvm_ffi": ("backends.tvm",),
-    "torch": ("frontends.torch", "backends", "runtime", "doctor", "calibration", "inspection.kernels", "verification"),
+    "torch": (
+        *("frontends.torch", "frontends.huggingface", "backends", "runtime", "doctor", "calibration"),
+        *("inspection.kernels", "verification"),
+    ),
     "onnx": ("frontends.onnx", "inspection", "verification", "models"),
     "onnxruntime": ("verification",),
 }
@@ -430,6 +433,7 @@ UNLOADED = {
     "ir": (("frontends", "passes", "backends", "runtime", "commands", "api"), HEAVY),
     "frontends": (("passes", "backends", "runtime", "commands", "api"), ("torch", "onnxruntime", "tvm", "tvm_ffi")),
     "frontends.torch": (("passes", "backends", "runtime"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
+    "frontends.huggingface": (("passes", "backends", "runtime"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
     "passes": (("frontends", "backends", "runtime", "commands", "api"), HEAVY),
     "backends": (("frontends", "runtime", "commands", "api"), ("onnx", "onnxruntime")),
     "backends.bundle": (("frontends", "passes", "runtime", "backends.tvm"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
@@ -439,7 +443,7 @@ UNLOADED = {
 }
 
 # The code generator, which may import tvm, and the reader of torch's programs, which imports torch, have processes of their own below.
-_APART = {"backends": "tvm", "frontends": "torch"}
+_APART = {"backends": ("tvm",), "frontends": ("torch", "huggingface")}
 
 
 def _modules_of(part: str) -> tuple[str, ...]:
@@ -450,8 +454,8 @@ def _modules_of(part: str) -> tuple[str, ...]:
     if folder.with_suffix(".py").is_file():
         return (f"penstock.{part}",)
     files = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
-    apart = _APART.get(part)
-    files = [path for path in files if path.parts[0] != apart]
+    apart = _APART.get(part, ())
+    files = [path for path in files if path.parts[0] not in apart]
     dotted = [".".join((f"penstock.{part}", *path.with_suffix("").parts)).removesuffix(".__init__") for path in files]
     assert dotted, f"no modules in {folder}"
     return tuple(dotted)

@@ -43,6 +43,7 @@ COMMANDS = {
     "compile": "compile a model into a bundle",
     "run": "train with a bundle: starts one process per rank, or joins as one rank under torchrun",
     "infer": "run an inference bundle on arrays, and write its outputs",
+    "generate": "continue prompts by the text that a bundle generates",
     "export": "write trained weights back into the ONNX model they came from, or into a safetensors file",
     "sign": "vouch for a bundle with a secret key, or check that somebody did",
     "checkpoint": "list checkpoints, check them, or write the weights of one into a safetensors file",
@@ -65,6 +66,7 @@ MODULES = {
     "compile": "penstock.commands.compiling.compile",
     "run": "penstock.commands.running.run",
     "infer": "penstock.commands.running.infer",
+    "generate": "penstock.commands.running.generate",
     "export": "penstock.commands.compiling.export",
     "sign": "penstock.commands.compiling.sign",
     "checkpoint": "penstock.commands.running.checkpoint",
@@ -88,6 +90,9 @@ _PACKAGES = {
     "networkx": "networkx",
     "highspy": "highspy",
     "yaml": "pyyaml",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "jinja2": "jinja2",
 }
 
 # Commands that say in one line what libraries warned of. Others run for long, and their warnings come at once.

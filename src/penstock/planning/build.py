@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,7 +34,7 @@ _DEFAULTS = BuildOptions()
 class Content:
     """The content of a bundle beside its code: the program, the model before it was cut, weights, and the plan as data.
     `origin` writes what is kept of the source into a folder; `ladder` has the programs of all sizes, if there are
-    several."""
+    several. `attachments` are files that travel with the bundle."""
 
     module: Module
     reference: Module
@@ -43,6 +43,7 @@ class Content:
     source_hash: str
     origin: Callable[[Path], Origin | None]
     ladder: Ladder[Module] | None = None
+    attachments: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedback: Feedback = SILENT) -> Path:
@@ -58,6 +59,7 @@ def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedba
         imported.source_hash,
         lambda folder: keep_source(imported, plan.module, folder),
         plan.ladder,
+        imported.attachments,
     )
     how = CompileOptions(options.target, options.jobs, feedback.progress, watcher, options.with_runtime)
     bundle = assemble(out, content, options.backend, how)
@@ -82,7 +84,9 @@ def assemble(out: str | Path, content: Content, backend: str, options: CompileOp
                 content.weights,
                 backend=backend,
                 plan=content.plan,
-                provenance=Provenance(content.source_hash, content.reference, content.origin(Path(scratch))),
+                provenance=Provenance(
+                    content.source_hash, content.reference, content.origin(Path(scratch)), content.attachments
+                ),
                 ladder=content.ladder,
             )
             said.append(str(bundle.path))

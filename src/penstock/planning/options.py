@@ -14,6 +14,8 @@ from penstock.ir.training.rates import EXAMPLES
 from penstock.support.settings import POSITIVE, required, setting, shared
 
 FLOATS = ("f32", "bf16", "f16")
+# What stands in front of the path of a folder of Hugging Face.
+FOLDER_PREFIX = "hf:"
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,22 @@ class TrainingOptions:
         "leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
         rare=True,
     )
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Settings of a bundle that generates text. `context` None is that of the model, but not more than 4096."""
+
+    generate: bool = setting(
+        False, "make a bundle that generates text, of a folder of Hugging Face: hf:FOLDER (docs/generation.md)"
+    )
+    context: int | None = setting(
+        None, "tokens of a prompt with its text (default: the model's own, at most 4096)", check=POSITIVE, shown="N"
+    )
+    sequences: int = setting(
+        8, "texts at once; caches have room for all of them (default: 8)", check=POSITIVE, shown="N"
+    )
+    logits: bool = setting(False, "give the logits beside the tokens, to compare them", rare=True)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from penstock.commands.arguments import add_model_arguments, add_settings, dump_of, settings_from
-from penstock.planning.options import BuildOptions
+from penstock.planning.options import BuildOptions, GenerationSettings
 from penstock.support.terminal import Progress, say
 
 from .planned import plan_of
@@ -15,6 +15,7 @@ from .planned import plan_of
 def add_arguments(parser: ArgumentParser) -> None:
     """Add those of a model, and those of making code."""
     add_model_arguments(parser)
+    add_settings(parser.add_argument_group("text (docs/generation.md)"), GenerationSettings)
     output = parser.add_argument_group("output")
     output.add_argument("-o", "--out", required=True, metavar="BUNDLE", help="bundle directory to write")
     add_settings(output, BuildOptions)

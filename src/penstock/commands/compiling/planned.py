@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.commands.arguments import bounded_dims_of, known_of, settings_from
 from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
-from penstock.planning.options import PlanOptions, ReadingOptions, SearchOptions, TrainingOptions
+from penstock.planning.options import (
+    FOLDER_PREFIX,
+    GenerationSettings,
+    PlanOptions,
+    ReadingOptions,
+    SearchOptions,
+    TrainingOptions,
+)
 from penstock.support.errors import UsageError
 from penstock.support.settings import given
 from penstock.support.terminal import Progress, say
@@ -38,6 +45,10 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     from penstock.planning.model import ModelFile  # lazy: heavy
 
     training, cluster = training_of(arguments), _cluster(arguments)
+    if arguments.model.startswith(FOLDER_PREFIX):
+        return _of_folder(arguments, cluster, training, feedback)
+    if getattr(arguments, "generate", False):
+        raise UsageError("--generate takes a folder of Hugging Face", where=arguments.model, hint="name it hf:FOLDER")
     reading = settings_from(ReadingOptions, arguments)
     source = ModelFile(
         arguments.model, bounded_dims_of(reading.dim), known_of(reading.known), reading.frozen, reading.trained
@@ -72,6 +83,25 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     if options.hints and not any(devices_settings):
         cluster = _of_model(model, cluster)
     return plan_family(model, cluster, training, options, feedback)
+
+
+def _of_folder(arguments: Namespace, cluster: Cluster, training: Training | None, feedback: Feedback) -> Plan:
+    """Plan a decoder of Hugging Face."""
+    from penstock.planning.decoding.folder import load_decoder, plan_decoder  # lazy: heavy
+
+    settings = settings_from(GenerationSettings, arguments)
+    problems = []
+    if not settings.generate:
+        problems.append("a folder of Hugging Face is compiled to generate text: add --generate")
+    if training is not None or arguments.batch is not None:
+        problems.append("a decoder is not trained: leave out --loss, --train and --batch")
+    if len(cluster.devices) > 1 or arguments.plan is not None:
+        problems.append("text is generated on one device: leave out --devices, --stages, --mesh and --plan")
+    if problems:
+        raise UsageError("; ".join(problems), where=arguments.model)
+    models = load_decoder(arguments.model, settings, feedback)
+    _report(models[max(models)])
+    return plan_decoder(models, cluster, settings_from(PlanOptions, arguments), feedback)
 
 
 def _of_model(model: Model, cluster: Cluster) -> Cluster:

@@ -1,0 +1,152 @@
+"""A Hugging Face folder: its settings, and the table of its tensors.
+
+    config.json                     the architecture
+    generation_config.json          ends of a text, and how tokens are drawn, where the model says so
+    model.safetensors               the weights, or
+    model.safetensors.index.json    the files that hold them
+    tokenizer.json, ...             what travels with the bundle (TEXT_FILES)
+
+Every file is a plain file inside the folder: links out of it and names that lead out of it are refused. Weights in
+pickle files are not read. Nothing of the folder is run: code that it brings (`auto_map`) is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.support.errors import UnsupportedModel, UsageError
+from penstock.support.words import itemised
+
+from .safetensors_file import StoredTensor, read_table
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_LARGEST_SETTINGS = 1 << 26
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder as read. `tensors` are by their names in the files, `texts` the files that travel with the bundle."""
+
+    path: Path
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    texts: Mapping[str, bytes]
+
+    @property
+    def family(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    def digest(self) -> str:
+        """Hash the settings, and the files with weights."""
+        total = hashlib.sha256(json.dumps([self.config, self.generation], sort_keys=True).encode())
+        for path in sorted({tensor.path for tensor in self.tensors.values()}):
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        return total.hexdigest()
+
+
+def open_folder(path: str | Path) -> ModelFolder:
+    """Read the settings and tables of a folder. Raise UsageError where it is none, or where a file is damaged."""
+    root = Path(path)
+    if not root.is_dir():
+        raise UsageError("is no folder", where=str(path), hint="hf:FOLDER is a folder with a config.json")
+    config = read_settings(root, CONFIG)
+    if config is None:
+        raise UsageError(f"has no {CONFIG}", where=str(path), hint="is it the folder of a model of Hugging Face?")
+    if "auto_map" in config:
+        raise UnsupportedModel(
+            "the model brings code of its own (auto_map), which is not run",
+            where=str(path),
+            hint="an architecture that transformers itself has is needed",
+        )
+    texts = {name: data for name in TEXT_FILES if (data := _read(root, name)) is not None}
+    return ModelFolder(root, config, read_settings(root, GENERATION) or {}, _tensors(root), texts)
+
+
+def read_settings(root: Path, name: str) -> dict[str, Any] | None:
+    """Read a file of settings. None where there is none."""
+    data = _read(root, name)
+    if data is None:
+        return None
+    try:
+        settings = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not readable as JSON: {error}", where=str(root / name)) from error
+    if not isinstance(settings, dict):
+        raise UsageError("expected an object", where=str(root / name))
+    return settings
+
+
+def _read(root: Path, name: str) -> bytes | None:
+    path = _inside(root, name)
+    if path is None:
+        return None
+    if path.stat().st_size > _LARGEST_SETTINGS:
+        raise UsageError(f"has {path.stat().st_size} bytes, more than {_LARGEST_SETTINGS}", where=str(path))
+    return path.read_bytes()
+
+
+def _inside(root: Path, name: str) -> Path | None:
+    """Return the path of a file of the folder, None where it is missing. Refuse what leads out of the folder."""
+    if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
+        raise UsageError(f"the file name {name!r} leads out of the folder", where=str(root))
+    path = root / name
+    if path.is_symlink() and path.resolve().parent != root.resolve():
+        raise UsageError(
+            f"{name} is a link out of the folder", where=str(root), hint="copy the folder with its files: cp -rL"
+        )
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{name} is no plain file", where=str(root))
+    return path if path.exists() else None
+
+
+def _tensors(root: Path) -> dict[str, StoredTensor]:
+    index = read_settings(root, INDEX)
+    if index is None:
+        path = _inside(root, WEIGHTS)
+        if path is None:
+            raise _without_weights(root)
+        return read_table(path)
+    placed = index.get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        raise UsageError("expected `weight_map` with a file for each tensor", where=str(root / INDEX))
+    tables: dict[str, dict[str, StoredTensor]] = {}
+    problems = []
+    for name in dict.fromkeys(placed.values()):
+        path = _inside(root, name)
+        if path is None:
+            problems.append(f"{name}: missing")
+            continue
+        tables[name] = read_table(path)
+    problems += [
+        f"{tensor}: not in {name}" for tensor, name in placed.items() if name in tables and tensor not in tables[name]
+    ]
+    if problems:
+        raise UsageError(f"does not hold what {INDEX} lists:" + itemised(problems), where=str(root))
+    return {tensor: tables[name][tensor] for tensor, name in placed.items()}
+
+
+def _without_weights(root: Path) -> UsageError:
+    pickles = [name for name in _PICKLES if (root / name).exists()]
+    if pickles:
+        return UsageError(
+            f"has its weights in {pickles[0]}, a pickle file, which is not read",
+            where=str(root),
+            hint="load it with transformers once, and save it with save_pretrained",
+        )
+    return UsageError(f"has neither {WEIGHTS} nor {INDEX}", where=str(root), hint="the weights are missing")

@@ -1,0 +1,159 @@
+"""From a folder to text through the command line: the text of transformers, and one clear error for all that is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+import torch
+from oracles.limits import ANSWERED, each
+from samples.huggingface.folders import FAMILIES, write_folder, write_tokenizer
+
+import penstock as ps
+from penstock.commands.parser import main
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("folder")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer = write_tokenizer(path, template=template)
+    words = tokenizer.get_vocab_size()
+    model = write_folder(path, "llama", vocab_size=words, eos_token_id=words - 1, max_position_embeddings=96)
+    return path, tokenizer, model
+
+
+@pytest.fixture(scope="module")
+def bundle(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("bundle") / "b"
+    words = ["--generate", "--context", "64", "--sequences", "3", "--backend", "numpy"]
+    assert main(["compile", f"hf:{folder[0]}", "-o", str(out), *words]) == 0
+    return out
+
+
+def text_of(folder, prompt: str) -> str:
+    """What transformers generates, decoded at once."""
+    _, tokenizer, model = folder
+    ids = tokenizer.encode(prompt).ids
+    with torch.no_grad():
+        result = model.generate(torch.tensor(ids)[None], max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(result[0, len(ids) :].tolist(), skip_special_tokens=True)
+
+
+def test_text_on_stdout_equals_transformers(folder, bundle, capsys):
+    assert main(["generate", str(bundle), "--prompt", "the quick brown", "--tokens", str(TOKENS)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == text_of(folder, "the quick brown") + "\n"
+    assert "tokens/s" in captured.err
+
+
+def test_a_file_of_prompts_as_json(folder, bundle, tmp_path, capsys):
+    prompts = ["the", "lazy dog jumps over", "你好", "two  spaces\nand", "fox"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts) + "\n")
+    assert main(["generate", str(bundle), "--prompts", str(file), "--tokens", str(TOKENS), "--json"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["text"] for answer in answers] == [text_of(folder, prompt) for prompt in prompts]
+    assert [answer["prompt"] for answer in answers] == list(range(len(prompts)))
+
+
+def test_a_drawn_text_depends_on_its_seed_and_not_on_its_company(bundle):
+    model = ps.load(bundle)
+    how = {"tokens": TOKENS, "temperature": 1.0}
+    alone = "".join(model.generate("the quick", **how, seed=4))
+    together = {0: "", 1: "", 2: "", 3: ""}
+    for piece in model.generate_many(["fox", "the quick", "a", "over the lazy dog"], **how, seed=4):
+        together[piece.prompt] += piece.text
+    assert together[1] == alone
+    assert "".join(model.generate("the quick", **how, seed=5)) != alone
+    with ps.open(bundle) as job:
+        assert "".join(job.generate("the quick", **how, seed=4)) == alone
+
+
+def test_tokens_in_tokens_out(folder, bundle):
+    _, tokenizer, model = folder
+    prompt = tokenizer.encode("over the").ids
+    tokens = list(ps.load(bundle).generate(prompt, tokens=TOKENS))
+    with torch.no_grad():
+        expected = model.generate(torch.tensor(prompt)[None], max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+    assert tokens == [token for token in expected[0, len(prompt) :].tolist() if token != model.config.eos_token_id]
+
+
+def test_a_chat_is_written_by_the_template(folder, bundle, tmp_path, capsys):
+    assert main(["generate", str(bundle), "--prompt", "hi", "--chat", "--tokens", str(TOKENS)]) == 0
+    assert capsys.readouterr().out == text_of(folder, "<user>hi") + "\n"
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))
+    assert main(["generate", str(bundle), "--prompts", str(file), "--tokens", str(TOKENS)]) == 0
+    assert capsys.readouterr().out == text_of(folder, "<system>x<user>y") + "\n"
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
+    assert main(words) == code
+    said = capsys.readouterr().err
+    assert all(part in said for part in parts), said
+    assert said.count("penstock: error") == 1
+
+
+def test_what_does_not_fit_is_one_error(folder, bundle, tmp_path, capsys):
+    path = folder[0]
+    compiling = ["compile", f"hf:{path}", "-o", str(tmp_path / "b"), "--backend", "numpy"]
+    refused([*compiling, "--generate", "--context", "97"], capsys, 2, "made for 96", "--context 96")
+    refused(compiling, capsys, 2, "--generate")
+    refused([*compiling, "--generate", "--devices", "2"], capsys, 2, "one device")
+    refused(["compile", f"hf:{tmp_path / 'no'}", "-o", str(tmp_path / "b"), "--generate"], capsys, 2, "is no folder")
+    generating = ["generate", str(bundle)]
+    refused(generating, capsys, 2, "--prompt TEXT or --prompts")
+    refused([*generating, "--prompt", "fox " * 80], capsys, 2, "prompt 1: has", "context of 64")
+    refused([*generating, "--prompt", ""], capsys, 2, "has no tokens")
+    refused([*generating, "--prompt", "x", "--temperature", "-1", "--top-p", "2"], capsys, 2, "temperature", "top_p")
+    (tmp_path / "p.jsonl").write_text('{"prompt": 1}\n{"text": "x"}\n')
+    refused([*generating, "--prompts", str(tmp_path / "p.jsonl")], capsys, 2, "line 1", "line 2")
+    refused([*generating, "--prompts", str(tmp_path / "none")], capsys, 2, "No such file")
+
+
+def test_a_family_that_cannot_be_read(tmp_path, capsys):
+    write_folder(tmp_path / "m", "bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=64)
+    words = ["compile", f"hf:{tmp_path / 'm'}", "-o", str(tmp_path / "b"), "--generate"]
+    refused(words, capsys, 3, "'bloom'", "ALiBi")
+
+
+def test_a_bundle_that_generates_no_text(tmp_path, capsys):
+    from penstock.models import write_mlp
+
+    path = write_mlp(tmp_path / "m.onnx", (4, 4), 2)
+    out = ps.compile(ps.plan(ps.from_onnx(path), ps.Cluster.local(1)), tmp_path / "b", backend="numpy")
+    refused(["generate", str(out), "--prompt", "x"], capsys, 2, "does not generate text", "hf:FOLDER")
+
+
+def _compiled(words: list[str]) -> str:
+    return str(main(words))
+
+
+@pytest.mark.slow
+def test_a_folder_larger_than_memory_is_compiled(tmp_path):
+    """The control: with room for a part of the largest tensor alone, there is not enough."""
+    sizes = {**FAMILIES["llama"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    write_folder(tmp_path / "m", "llama", **{**sizes, "num_attention_heads": 8}, shards="100MB")
+    weights = sum(file.stat().st_size for file in (tmp_path / "m").glob("*.safetensors"))
+    assert weights > 400_000_000
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 3
+    options = ["--generate", "--context", "16", "--sequences", "1", "--backend", "numpy"]
+    words = ["compile", f"hf:{tmp_path / 'm'}", "-o", str(tmp_path / "b"), *options]
+    # What every compile takes besides weights: the same with a small model, so that libraries are loaded.
+    write_folder(tmp_path / "small", "llama")
+    assert main(["compile", f"hf:{tmp_path / 'small'}", "-o", str(tmp_path / "s"), *options]) == 0
+    ((_, outcome),) = each(_compiled, [words], seconds=300, growth=weights // 2)
+    assert (outcome.ended, outcome.text) == (ANSWERED, "0"), outcome
+    ((_, outcome),) = each(_compiled, [words], seconds=300, growth=4 << 20)
+    assert (outcome.ended, outcome.text) != (ANSWERED, "0")
+    stored = ps.load(tmp_path / "b")
+    tokens = list(stored.generate([1, 2, 3], tokens=2))
+    assert np.all(np.asarray(tokens) < 128)
