@@ -28,7 +28,9 @@ from penstock.support.out_of_memory import is_out_of_memory
 
 from .messages import KernelParameters, PackedOperand
 
-EFFECTS = ("accum", "write", "take")
+EFFECTS = ("accum", "write", "take", "put")
+# Operations with a result that is the variable itself, and not a tensor that the kernel stores.
+IN_PLACE = ("take", "put")
 # Operations with this mark read a variable that no graph changes: the kernel may take it in the kernel's own order.
 PACKED = "packed"
 _NAME = "k"

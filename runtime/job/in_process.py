@@ -36,10 +36,9 @@ from penstock.backends.numpy_backend import tensor_of
 from penstock.backends.registry import backend_of
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.graph import COORDINATE, MICROBATCH, Module, Value, signature
+from penstock.ir.graph import COORDINATE, MICROBATCH, Module, Value, changed_vars, signature
 from penstock.ir.ladder.ladder import Rung
 from penstock.ir.names import shown
-from penstock.ir.ops import OPS
 from penstock.ir.types import numpy_dtype
 from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.data.ranges import Range, integer_range
@@ -131,7 +130,7 @@ class LoadedModel(GeneratesText):
         called = signature(graph)
         self._slots = [self.store.buffer(slot, None) for slot in called.slots]
         name = graph.name if rung is None else graph_on_rung(bundle.ladder, rung, graph.name)
-        if not any(OPS[op.kind].effect and op.kind not in ("read", "put") for op in graph.ops):
+        if not changed_vars([graph]):
             program.hold(name, self._slots)
         self._call = program.bind(name, self._slots)
         outside = shown([value.name for value in module.data_inputs], bundle.renamed)

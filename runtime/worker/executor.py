@@ -25,9 +25,8 @@ from penstock.backends.interface import StageProgram
 from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, reports, share_of
 from penstock.ir.collective_calls import coordinates_of
-from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, signature
+from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, changed_vars, signature
 from penstock.ir.memory.walk import LOOK_AHEAD
-from penstock.ir.ops import OPS
 from penstock.ir.schedule import (
     ADDERS,
     COMPUTE,
@@ -173,9 +172,7 @@ class Executor:
         # The microbatches of a batch that this rank runs.
         self._share = share_of(self.module, self.rank)
         self._updates, self._drops = UPDATE in kinds, DROP in kinds
-        self._changes = any(
-            OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops
-        )
+        self._changes = bool(changed_vars(self.graphs.values()))
         self._held = False
         self._last_kind = next(kind for kind in reversed(READERS) if kind in kinds)
 

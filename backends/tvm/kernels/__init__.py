@@ -27,6 +27,7 @@ from penstock.ir.graph import Op
 
 from .attention import forward as attention
 from .attention import gradient as attention_grad
+from .caches import attend, pick, put
 from .conv import conv, windows
 from .elementwise import elementwise, lookup
 from .product import gemm, quantised
@@ -63,6 +64,9 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
     "scatter": lookup.emit_scatter,
     "cumsum": scan.emit_cumsum,
     "topk": select.emit_topk,
+    "put": put.emit_put,
+    "attend": attend.emit_attend,
+    "pick": pick.emit_pick,
     "concat": lambda body, op: elementwise.emit_concat(body),
 }
 
@@ -82,6 +86,7 @@ _OF_NOTHING = {
             "gather_grad",
             "sum",
             "layer_norm_grad_weight",
+            "attend",
         ),
         0.0,
     ),
@@ -90,7 +95,7 @@ _OF_NOTHING = {
 
 
 # These do some work although an operand is empty.
-_ALSO_EMPTY = ("concat", "scatter")
+_ALSO_EMPTY = ("concat", "scatter", "put")
 
 
 def _emit_of_nothing(body: Body, op: Op) -> None:

@@ -174,7 +174,7 @@ def _emit_function(
     env: dict[Value, Any] = dict(zip(sig.ins, params, strict=True))
     for op in graph.ops:
         slot = slot_of(op)
-        if op.kind in ("read", "take"):
+        if op.kind in ("read", "take", "put"):
             assert slot is not None
             env[op.outs[0]] = slots[slot]
         elif is_table(op):

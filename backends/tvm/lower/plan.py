@@ -20,7 +20,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.backends.tvm.group import EFFECTS, Fusion, GeneratedKernel, NotOneKernel
+from penstock.backends.tvm.group import EFFECTS, IN_PLACE, Fusion, GeneratedKernel, NotOneKernel
 from penstock.ir.graph import Graph, Op, Value, substitute
 from penstock.ir.liveness import drop_dead
 from penstock.ir.memory.workspace import exchanged_values, is_inline, is_table
@@ -130,7 +130,7 @@ def _groups(graph: Graph) -> list[Fusion]:
         inside = set(map(id, ops))
         stored = []
         for op in ops:
-            if op.kind == "take":
+            if op.kind in IN_PLACE:
                 continue
             for v in op.outs:
                 outside = any(id(user) not in inside for user in users.get(v, ()))
@@ -177,7 +177,7 @@ def _split(group: Fusion, graph_users: Mapping[Value, Sequence[Op]], results: se
     """Split a group into one per operation."""
     parts = []
     for op in group.ops:
-        outs = tuple(v for v in op.outs if op.kind != "take" and (v in results or graph_users.get(v)))
+        outs = tuple(v for v in op.outs if op.kind not in IN_PLACE and (v in results or graph_users.get(v)))
         parts.append(Fusion((op,), outs, group.inline, group.homes))
     return parts
 
@@ -196,7 +196,7 @@ def _parted(group: Fusion, users: Mapping[Value, Sequence[Op]], results: set[Val
     parts = []
     for ops in members.values():
         inside = set(map(id, ops))
-        values = [v for op in ops if op.kind != "take" for v in op.outs]
+        values = [v for op in ops if op.kind not in IN_PLACE for v in op.outs]
         outs = tuple(v for v in values if v in results or any(id(user) not in inside for user in users.get(v, ())))
         parts.append(Fusion(tuple(ops), outs, group.inline, group.homes))
     return parts

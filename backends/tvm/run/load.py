@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.backends.interface import Exchange, Temporary
-from penstock.backends.tvm.symbols import function_name, has_packed, pack_name
+from penstock.backends.tvm.symbols import function_name, has_packed, pack_name, packed_slots
 from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph, Signature, Slot, signature, slot_types
 from penstock.ir.types import LONG_NAMES, TensorType
@@ -109,6 +109,8 @@ class TvmProgram:
 
         self._entries = {g.name: self._entry(g) for g in graphs}
         self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
+        # Of these slots are packed operands made; others may change, or move.
+        self._sources = {g.name: packed_slots(g) for g in graphs if has_packed(g)}
         self._taken = torch.utils.dlpack.from_dlpack
         # Iterating over results in TVM's own array costs as much as a small kernel.
         self._item: Any = get_global_func("ffi.ArrayGetItem")
@@ -163,8 +165,8 @@ class TvmProgram:
         return watched(self._machine, lambda: self.call(graph, args))
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
-        """Pack the operands that the graph's kernels take packed; calls with the same tensors need not pack them
-        again."""
+        """Pack the operands that the graph's kernels take packed; calls with the same tensors for these need not pack
+        them again."""
         if graph in self._packs:
             sig = self._entries[graph].signature
             ready = self._ready(graph, slots)
@@ -174,16 +176,14 @@ class TvmProgram:
                 if (error := self._mistyped(graph, ready, len(sig.ins))) is not None:
                     raise error from None
                 raise
-            self._held[graph] = ([x.data_ptr() for x in ready], packed)
+            self._held[graph] = (self._addresses(graph, ready), packed)
 
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone: the slots, often far more than inputs, are checked once."""
         function, count, results, sig, _ = self._entries[graph]
         ready = self._ready(graph, slots)
         addresses, held = self._held.get(graph, (None, []))
-        forms = held if addresses == [x.data_ptr() for x in ready] else None
-        if graph not in self._packs:
-            forms = []
+        forms = [] if graph not in self._packs else held if addresses == self._addresses(graph, ready) else None
 
         def call(ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             # A call looks at all, and says what does not fit.
@@ -213,7 +213,11 @@ class TvmProgram:
 
     def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where, packed = self._held.get(graph, (None, []))
-        return packed if where == [x.data_ptr() for x in slots] else list(self._packs[graph](*slots))
+        return packed if where == self._addresses(graph, slots) else list(self._packs[graph](*slots))
+
+    def _addresses(self, graph: str, slots: Sequence[torch.Tensor]) -> list[int]:
+        """Return where the variables lie that packed operands are made of."""
+        return [slots[i].data_ptr() for i in self._sources[graph]]
 
     def _look(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> None:
         """Check the places of tensors, which the machine does not. They are the arguments from `first` on."""

@@ -11,7 +11,7 @@ from oracles.sharding.drawn_windows import KINDS, drawn_window
 from oracles.sharding.laid_out import cut_out, put_together
 from oracles.sharding.one_operation import types_of
 from oracles.sharding.threads import run_compiled
-from samples import INTERPRETED, SAMPLES
+from samples import SAMPLES
 
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
@@ -74,7 +74,7 @@ def rows() -> list[Case]:
 def samples(mesh: Mesh) -> list[Case]:
     """Return a sample of every row that can be split on a mesh, along the first name that bears it."""
     cases: dict[str, Case] = {}
-    for s in (s for s in SAMPLES if s.kind not in INTERPRETED):
+    for s in SAMPLES:
         floats = all(v.type.dtype in ("f32", "i64", "i32", "bool") for v in (*s.op.ins, *s.op.outs))
         if s.kind in cases or not floats or sum(v.type.size for v in s.op.ins) > 5000:
             continue

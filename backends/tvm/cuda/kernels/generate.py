@@ -296,9 +296,11 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
 
 # ---------------------------------------------------------------------------------------- the table
 
+_CACHES = ("put", "attend", "pick")
+
 # Every other operation has the generator for CPUs, with the loops of DeviceLoops.
 MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
-    **kernels.MAIN,
+    **{kind: generator for kind, generator in kernels.MAIN.items() if kind not in _CACHES},
     "attention": emit_attention,
     "attention_grad": emit_attention_grad,
     "matmul_q": quantised.emit_matmul_q,
@@ -324,7 +326,7 @@ def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     if any(op.attrs.get("library") for op in group.ops):
         return _promised_call(group)
     body = _empty(group, machine)
-    emit_group(body, dict.fromkeys(MAIN, _emit_main))
+    emit_group(body, dict.fromkeys((*MAIN, *_CACHES), _emit_main))
     return body.kernel()
 
 
@@ -345,6 +347,8 @@ def _promised_call(group: Fusion) -> GeneratedKernel:
 
 
 def _emit_main(body: DeviceBody, op: Op) -> None:
+    if op.kind in _CACHES:
+        raise NotOneKernel(f"{op.kind} has loops for CPUs only")
     MAIN[op.kind](body, body.widened(op))
 
 

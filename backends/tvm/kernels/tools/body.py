@@ -94,8 +94,8 @@ class Body:
                 self._elsewhere.add(value)
         for op in group.ops:
             slot = slot_of(op) if op.kind in EFFECTS else None
-            if slot is not None and (op.ins or op.outs)[0].type.size == 0:
-                self.slot(slot, (op.ins or op.outs)[0])
+            if slot is not None and (op.outs or op.ins)[0].type.size == 0:
+                self.slot(slot, (op.outs or op.ins)[0])
         # Column sums computed along with the main operation, and operations that `finish` leaves for later.
         self.sums: tuple[Op, ...] = ()
         self._waiting: set[int] = set()
@@ -311,7 +311,7 @@ class Body:
         """Return the stores that update variables at this point."""
         stores: list[_Store] = []
         for op in ops:
-            if op.kind in EFFECTS and (op.ins or op.outs)[0].type.size == 0:
+            if op.kind in EFFECTS and (op.outs or op.ins)[0].type.size == 0:
                 continue
             if op.kind in ("accum", "write"):
                 value = op.ins[0]

@@ -24,7 +24,8 @@ def _word(value: int) -> Expr:
     return tirx.IntImm("uint32", value)
 
 
-def _philox(f: Functions, first: Expr, second: Expr, key: Expr) -> tuple[Expr, Expr]:
+def philox(f: Functions, first: Expr, second: Expr, key: Expr) -> tuple[Expr, Expr]:
+    """Return two words, from a counter of two words and a key."""
     for turn in range(ROUNDS):
         product = f.bind(tirx.Cast("uint64", first) * tirx.IntImm("uint64", MULTIPLIER))
         turned = key + _word(turn * STEP % WORD) if turn else key
@@ -49,7 +50,7 @@ def random_key(f: Functions, x: Expr, number: Attr, seed: Attr) -> Expr:
     assert isinstance(number, int), number
     assert isinstance(seed, int), seed
     low, high = _words(f, x)
-    first, second = _philox(f, low, tirx.bitwise_xor(high, _word(seed)), _word(number))
+    first, second = philox(f, low, tirx.bitwise_xor(high, _word(seed)), _word(number))
     upper = tirx.shift_left(tirx.Cast("uint64", second), tirx.IntImm("uint64", 32))
     return tirx.Cast("int64", tirx.bitwise_or(upper, tirx.Cast("uint64", first)))
 
@@ -57,7 +58,7 @@ def random_key(f: Functions, x: Expr, number: Attr, seed: Attr) -> Expr:
 def random(f: Functions, place: Expr, key: Expr) -> Expr:
     """Return a number in [0, 1)."""
     low, high = _words(f, key)
-    word, _ = _philox(f, place, high, low)
+    word, _ = philox(f, place, high, low)
     # The number has 24 bits, so a signed word holds it. Signed words become floats in one instruction.
     return tirx.Cast("float32", tirx.Cast("int32", tirx.shift_right(word, _word(8)))) * tirx.FloatImm(
         "float32", 2.0**-24

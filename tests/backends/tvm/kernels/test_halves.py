@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from samples import HALF, INTERPRETED, SAMPLES, Sample, fill, is_open, samples_of
+from samples import HALF, SAMPLES, Sample, fill, is_open, samples_of
 
 from penstock.backends.interface import CompileOptions
 from penstock.backends.tvm.compile.build import build_graphs
@@ -102,7 +102,7 @@ LARGER = (
     "max_pool_grad",
     "gather_grad",
 )
-CHOSEN = [s for s in SAMPLES if has_half(s) and s.kind not in INTERPRETED]
+CHOSEN = [s for s in SAMPLES if has_half(s)]
 CHOSEN += [in_bf16(s) for kind in LARGER for s in [s for s in samples_of(kind) if s.dtype == "f32" and is_open(s)][::3]]
 GRAPHS = [s.graph(f"s0.c{i}") for i, s in enumerate(CHOSEN)]
 # A third of each operation's; and the rest.
@@ -205,9 +205,7 @@ def program(tmp_path_factory: pytest.TempPathFactory):
 def test_every_operation_is_within_one_rounding_of_the_exact_result(program) -> None:
     wrong = [f"{s}: {w}" for s, g in PARTS["some"] for w in problems(program, g, s.arrays())]
     assert not wrong, "\n".join(wrong)
-    assert {s.kind for s, _ in PARTS["some"]} >= {s.kind for s in SAMPLES if s.dtype in ("f16", "bf16")} - set(
-        INTERPRETED
-    )
+    assert {s.kind for s, _ in PARTS["some"]} >= {s.kind for s in SAMPLES if s.dtype in ("f16", "bf16")}
 
 
 @pytest.mark.slow

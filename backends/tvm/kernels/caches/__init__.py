@@ -1,0 +1,1 @@
+"""Kernels of caches: rows that are stored, attention over blocks, and the choice of a word."""
