@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import DROP
-from penstock.ir.graph import Module
+from penstock.ir.graph import CACHE, Module, stage_vars
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
+from penstock.ir.ops import BLOCK
 from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.simulator.forecast import forecast, seconds_of
 from penstock.support.errors import UsageError
@@ -30,10 +31,22 @@ class Point:
 
 
 @dataclass(frozen=True)
+class CacheRoom:
+    """The caches of a rank: how many variables, the blocks of each, their bytes, and those of one position of a
+    sequence in all of them."""
+
+    variables: int
+    blocks: int
+    bytes: int
+    bytes_per_position: int
+
+
+@dataclass(frozen=True)
 class Curve:
     """The memory of a rank over a run.
 
     `budget` is the memory of the rank's device, if its cluster states it; `timed` says whether seconds are seconds.
+    `caches` is None where there are none.
     """
 
     rank: int
@@ -43,6 +56,7 @@ class Curve:
     memory: Memory
     points: tuple[Point, ...]
     timed: bool
+    caches: CacheRoom | None = None
 
     @property
     def most_live(self) -> Point:
@@ -74,9 +88,20 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
                 memory[rank],
                 points,
                 times is not None,
+                cache_room(module, stages[rank]),
             )
         )
     return tuple(curves)
+
+
+def cache_room(module: Module, stage: int) -> CacheRoom | None:
+    """Return the room that the caches of a stage have on one of its ranks. Sequences have as many blocks as the
+    smallest of them."""
+    held = [module.local_type(var.type, stage) for var in stage_vars(module, stage).values() if var.role == CACHE]
+    if not held:
+        return None
+    each = sum(t.nbytes // (t.dims[0] * BLOCK) for t in held)
+    return CacheRoom(len(held), min(t.dims[0] for t in held), sum(t.nbytes for t in held), each)
 
 
 def _times(module: Module, batches: int) -> dict[int, list[float]] | None:

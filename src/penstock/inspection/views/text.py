@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.inspection.flow import FlowLine
-from penstock.inspection.memory import Curve
+from penstock.inspection.memory import CacheRoom, Curve
 from penstock.inspection.sources import ONNX, SourceNode
 from penstock.inspection.summary import StageFacts, Summary
 from penstock.inspection.weights import Statistics
 from penstock.inspection.why import KernelUse, OperationUse, Why
 from penstock.ir.graph import Module
+from penstock.ir.ops import BLOCK
 from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.memory.lifetimes import COLUMNS
 from penstock.support.terminal import table
@@ -159,8 +160,17 @@ def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
     ]
     parts = [table(["rank", "device", *COLUMNS, "available"], rows)]
     for curve in curves:
+        if curve.caches is not None:
+            parts += ["", _cache_line(curve.rank, curve.caches)]
         parts += ["", *_plot(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
     return "\n".join(parts)
+
+
+def _cache_line(rank: int, room: CacheRoom) -> str:
+    return (
+        f"rank {rank}: {counted(room.variables, 'cache')} of {counted(room.blocks, 'block')} of {BLOCK} positions, "
+        f"{shown_bytes(room.bytes)} of the buffers; a token takes {shown_bytes(room.bytes_per_position)}"
+    )
 
 
 def _plot(curve: Curve, columns: int) -> Iterator[str]:
