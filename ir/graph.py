@@ -409,12 +409,6 @@ def written_vars(graph: Graph) -> set[str]:
     return touched_vars(graph, "write")
 
 
-def changed_vars(graphs: Iterable[Graph]) -> set[str]:
-    """Return the variables whose values graphs change. A cache is only filled: what is made of other variables stays
-    right."""
-    return {name for graph in graphs for name in touched_vars(graph, "write", "accum", "take")}
-
-
 def stepped_vars(module: Module) -> set[str]:
     """Return the variables that have versions: updates write them, and forward or backward read them. A variable that
     no update writes is version 0 for ever."""

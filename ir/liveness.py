@@ -1,10 +1,10 @@
-"""The operations of a graph that its results and effects need, and the values that come from state alone."""
+"""The operations of a graph that its results and effects need, the values that come from state alone, and what changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .graph import Graph, Op, Value, written_vars
+from .graph import Graph, Op, Value, touched_vars, written_vars
 from .ops import OPS
 
 
@@ -35,3 +35,9 @@ def from_state_alone(graph: Graph) -> set[Value]:
         if (op.kind == "read" and op.var not in moving) or (not OPS[op.kind].effect and values.issuperset(op.ins)):
             values.update(op.outs)
     return values
+
+
+def changed_vars(graphs: Iterable[Graph]) -> set[str]:
+    """Return the variables whose values graphs change. A cache is only filled: what is made of other variables stays
+    right."""
+    return {name for graph in graphs for name in touched_vars(graph, "write", "accum", "take")}

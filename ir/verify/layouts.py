@@ -233,8 +233,9 @@ def _same_problems(
             continue
         t = module.vars[op.var].type
         split = {axis for listed in t.axes for axis in listed}
-        for value in op.ins:
-            different = (varies.get(value.name, frozenset()) & axes) - split
+        for number, value in enumerate(op.ins):
+            # Places are those of whole rows, however their heads are split.
+            different = (varies.get(value.name, frozenset()) & axes) - (split if number == 0 else set())
             if different:
                 listed = ", ".join(sorted(different))
                 what = (

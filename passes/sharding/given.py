@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from penstock.ir.graph import BUFFER, PARAM, REPLICAS, Module
+from penstock.ir.graph import BUFFER, CACHE, PARAM, REPLICAS, Module
 from penstock.ir.sharding.splits import UNSPLIT, Split
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
@@ -90,7 +90,7 @@ def chosen_layouts(
     """Return the layouts of parameters and buffers, as `@name`, and of inputs and other `values`, as `%name`, that
     patterns name. A pattern is about values of the graph only where it fits no parameter, buffer or input. A layout
     that cannot be is refused."""
-    roots = {f"@{name}": var.type for name, var in module.vars.items() if var.role in (PARAM, BUFFER)}
+    roots = {f"@{name}": var.type for name, var in module.vars.items() if var.role in (PARAM, BUFFER, CACHE)}
     roots |= {f"%{value.name}": value.type for value in module.data_inputs}
     inner = {f"%{name}": t for name, t in values.items()}
     chosen: dict[str, Layout] = {}

@@ -36,8 +36,9 @@ from penstock.backends.numpy_backend import tensor_of
 from penstock.backends.registry import backend_of
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.graph import COORDINATE, MICROBATCH, Module, Value, changed_vars, signature
+from penstock.ir.graph import COORDINATE, MICROBATCH, Module, Value, signature
 from penstock.ir.ladder.ladder import Rung
+from penstock.ir.liveness import changed_vars
 from penstock.ir.names import shown
 from penstock.ir.types import numpy_dtype
 from penstock.runtime.checkpoint.resuming import Start

@@ -25,7 +25,8 @@ from penstock.backends.interface import StageProgram
 from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, reports, share_of
 from penstock.ir.collective_calls import coordinates_of
-from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, changed_vars, signature
+from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, signature
+from penstock.ir.liveness import changed_vars
 from penstock.ir.memory.walk import LOOK_AHEAD
 from penstock.ir.schedule import (
     ADDERS,
