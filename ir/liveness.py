@@ -1,4 +1,4 @@
-"""The operations of a graph that its results and effects need, the values that come from state alone, and what changes."""
+"""The operations of a graph that its results and effects need, what comes from state alone, and what changes."""
 
 from __future__ import annotations
 
