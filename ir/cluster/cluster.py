@@ -32,8 +32,9 @@ KINDS = {"cpu": "ram", "cuda": "hbm"}
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 # Operations per second of one thread of a processor, and bytes per second of its memory, where the file has none.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
-# What carries the messages of two devices: memory that ranks share, NCCL between two GPUs, and gloo between all others.
-MEMORY, NCCL, GLOO = "memory", "nccl", "gloo"
+# What carries the messages of two devices. On one host: memory that ranks share, the same with copies by a GPU at one
+# end, and GPUs that write to each other's memory. Between hosts: NCCL for two GPUs, gloo for all others.
+MEMORY, PINNED, IPC, NCCL, GLOO = "memory", "pinned", "ipc", "nccl", "gloo"
 SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
 # Bytes per second and seconds of pairs of devices without a link or a class of links in the cluster: shared memory, a
 # fast network, PCIe.
@@ -58,7 +59,7 @@ class Device:
     `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
     work reach (passes/costs/prices.py), by name. `overhead` are seconds that a kernel takes beside its work,
     `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`,
-    and on a CPU its bytes take processor time at `socket_bandwidth`. Between CPUs of one host an end takes
+    and on a CPU its bytes take processor time at `socket_bandwidth`. In memory of one host an end takes
     `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`. `gpu` is the number or the UUID of a GPU on
     its host; several devices may be one GPU."""
 
@@ -255,16 +256,15 @@ class Cluster:
 
     def shares_memory(self, a: str, b: str) -> bool:
         """Return whether ranks on two devices hand messages over in memory, rather than through sockets."""
-        return self.carrier(a, b) == MEMORY
+        return self.carrier(a, b) in (MEMORY, PINNED)
 
     def carrier(self, a: str, b: str) -> str:
-        """Return what carries messages between ranks on two devices: memory, nccl or gloo. NCCL takes no two ranks of
-        one GPU."""
+        """Return what carries messages between ranks on two devices: memory, pinned, ipc, nccl or gloo."""
         first, second = self.device(a), self.device(b)
-        near = first.host == second.host
-        if first.kind == second.kind == "cuda" and not (near and first.gpu_on_host == second.gpu_on_host):
-            return NCCL
-        return MEMORY if first.kind == second.kind == "cpu" and near else GLOO
+        near, gpus = first.host == second.host, (first.kind == "cuda") + (second.kind == "cuda")
+        if near:
+            return (MEMORY, PINNED, IPC)[gpus]
+        return NCCL if gpus == 2 else GLOO
 
     @property
     def is_shared(self) -> bool:
@@ -274,9 +274,9 @@ class Cluster:
     def message_overhead(self, a: str, b: str) -> float:
         """Return the seconds of a rank on `a` for its end of a message to or from `b`."""
         carrier = self.carrier(a, b)
-        if carrier == NCCL:
+        if carrier in (IPC, NCCL):
             return LIBRARY_OVERHEAD
-        return self.device(a).shared_overhead if carrier == MEMORY else self.device(a).message_overhead
+        return self.device(a).message_overhead if carrier == GLOO else self.device(a).shared_overhead
 
     def link(self, a: str, b: str) -> Link:
         """Return the connection between two devices, by entry or by class. That of a class is no faster than the
@@ -297,16 +297,18 @@ class Cluster:
         return Link(a, b, min((bandwidth, *rates)), latency + sum(card.nic_latency for card in cards))
 
     def message_link(self, a: str, b: str) -> Link:
-        """Return the connection of two devices as messages use it. gloo takes those of a GPU through memory of its
-        host: they are copied as a whole, and go through sockets, also on one host."""
+        """Return the connection of two devices as messages use it. Those of a GPU go through memory of its host, unless
+        NCCL carries them. They are copied as a whole, and then the sender writes them to memory of the receiver, or
+        gloo to a socket."""
         link, ends = self.link(a, b), (self.device(a), self.device(b))
-        copies = sum(device.kind == "cuda" for device in ends)
-        if not copies or self.carrier(a, b) != GLOO:
+        copies, carrier = sum(device.kind == "cuda" for device in ends), self.carrier(a, b)
+        if carrier == PINNED:
+            # The link of the pair is that of the copies.
+            written = min(device.copy_bandwidth for device in ends)
+            return replace(link, bandwidth=1 / (copies / link.bandwidth + 1 / written))
+        if not copies or carrier != GLOO:
             return link
         sockets = min(device.socket_bandwidth for device in ends)
-        if ends[0].host == ends[1].host:
-            # The link of the pair is that of the copies.
-            return replace(link, bandwidth=1 / (copies / link.bandwidth + 1 / sockets))
         rate, latency = self.link_class(HOST_TO_DEVICE)
         seconds = 1 / min(link.bandwidth, sockets) + copies / rate
         return replace(link, bandwidth=1 / seconds, latency=link.latency + copies * latency)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -31,6 +31,7 @@ from penstock.support.terminal import say
 from penstock.support.words import itemised
 
 from .neighbours import End, can_see_stores, connect, connect_pairs, ends_of, identity
+from .reach import reach_from, reach_of
 
 Result = TypeVar("Result")
 # The library between GPUs. Its own deadlines, after which it aborts the process, come well after those of the run.
@@ -75,10 +76,10 @@ class RankGroup:
     def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
         """Open the connections that the ranks of a schedule need. They are the sockets of channels between ranks that
         share memory, and gloo, unless nothing would go over it."""
-        key = identity(device)
+        key = identity()
         needed = self._reports or any(len(ranks) > 1 for ranks in schedule.replicas().values())
-        # All ranks answer, and all decide the same.
-        if needed or set(self._host_keys(key)) != {key} or not key:
+        # All ranks answer, and all decide the same. NCCL's groups are made in that of gloo.
+        if needed or set(self._host_keys(device)) != {f"{key} cpu"} or not key:
             self.connect()
         return connect(self, ends_of(schedule, self.rank), key)
 
@@ -103,7 +104,9 @@ class RankGroup:
 
     def form_circles(self, groups: Sequence[tuple[int, ...]], device: torch.device) -> list[Circle]:
         """Open the groups in which this rank does collectives. All ranks call this with all groups, in one order."""
-        keys = self._host_keys(identity(device)) if groups else []
+        # Collectives in memory are between CPUs.
+        hosts = [value.partition(" ") for value in self._host_keys(device)] if groups else []
+        keys = [key if kind == "cpu" else "" for key, _, kind in hosts]
         near = {ranks for ranks in groups if can_see_stores() and _are_equal([keys[rank] for rank in ranks])}
         far = [ranks for ranks in groups if ranks not in near]
         gpus = [gpu.decode() for gpu in self.gather("gpus", gpu_of(device).encode())] if far else []
@@ -124,13 +127,21 @@ class RankGroup:
                 circles.append(Circle(ranks, number, of_group, *opened.get(tuple(sorted(ranks)), (None, ""))))
         return circles
 
-    def form_edges(self, schedule: Schedule, device: torch.device) -> dict[End, dist.ProcessGroup]:
-        """Open the communicators of channels between GPUs, and return those of this rank. All ranks call this."""
+    def find_direct(self, schedule: Schedule, device: torch.device) -> set[tuple[int, str, int]]:
+        """Return the channels between GPUs of one host that write to each other's memory. All ranks call this."""
+        reach = [reach_from(text.decode()) for text in self.gather("reach", reach_of(device).text().encode())]
+        return {channel for channel in channels_of(schedule) if reach[channel[0]].writes_to(reach[channel[2]])}
+
+    def form_edges(
+        self, schedule: Schedule, device: torch.device, direct: Collection[tuple[int, str, int]] = ()
+    ) -> dict[End, dist.ProcessGroup]:
+        """Open the communicators of channels between GPUs, but for those that are direct, and return those of this
+        rank. All ranks call this."""
         gpus = [gpu.decode() for gpu in self.gather("gpus of edges", gpu_of(device).encode())]
         lines: dict[End, dist.ProcessGroup] = {}
         for source, kind, target in channels_of(schedule):
             library = library_of([gpus[source], gpus[target]])
-            if library == "gloo":
+            if library == "gloo" or (source, kind, target) in direct:
                 continue
             pair = sorted((source, target))
             opened = self._new_group(pair, library, f"exchange messages {kind}", device, own=False)
@@ -140,9 +151,11 @@ class RankGroup:
                 lines[ACTION_KINDS[kind].partner, source] = opened
         return lines
 
-    def _host_keys(self, key: str) -> list[str]:
-        """Return what ranks that can share memory have in common, by rank. All ranks ask each other once."""
+    def _host_keys(self, device: torch.device) -> list[str]:
+        """Return what ranks that can share memory have in common, and the kind of device, by rank. All ranks ask each
+        other once."""
         if not self._keys:
+            key = f"{identity()} {device.type}"
             self._keys = [value.decode() for value in self.gather("near", key.encode())]
         return self._keys
 
@@ -235,6 +248,12 @@ def channels_of(schedule: Schedule) -> list[tuple[int, str, int]]:
         for kind, peer in ends_of(schedule, rank)
         if kind in SENDS
     )
+
+
+def ends_among(channels: Collection[tuple[int, str, int]], rank: int) -> set[End]:
+    """Return the ends of channels that a rank has."""
+    sends = {(kind, target) for source, kind, target in channels if source == rank}
+    return sends | {(ACTION_KINDS[kind].partner, source) for source, kind, target in channels if target == rank}
 
 
 def gpu_of(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:

@@ -3,8 +3,8 @@
 In: a group that has met, the channels of this rank, or its peers in collectives. Out: for each channel whose other end
 is near, or each near peer, one end of a socket.
 
-Two ranks are near if they run under one kernel (its boot's id), in one network namespace, as one user, and compute on
-CPUs. Each of them listens on a Unix socket without a place in the file system, whose random name goes through the
+Two ranks are near if they run under one kernel (its boot's id), in one network namespace, and as one user. Each of them
+listens on a Unix socket without a place in the file system, whose random name goes through the
 group's store. A process that connects must be of the same user. A channel belongs to its sender, which connects.
 
 `PENSTOCK_SHARED_MEMORY=0`, on any of the ranks, leaves it out: its messages go over gloo then.
@@ -25,11 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.schedule import MESSAGES, SENDS, Schedule
-from penstock.runtime.state.store import CPU
 from penstock.support.errors import PeerLost, UsageError
 
 # A channel of a rank: the kind of its actions, and the peer.
@@ -62,13 +59,13 @@ def ends_of(schedule: Schedule, rank: int) -> set[End]:
     return {(a.kind, a.peer) for a in (*program.start, *program.batch) if a.kind in MESSAGES and a.peer is not None}
 
 
-def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
+def identity(environment: Mapping[str, str] = os.environ) -> str:
     """Return a text that is the same for all ranks that can share memory with this one; empty where memory is not to be
     shared."""
     wanted = environment.get("PENSTOCK_SHARED_MEMORY", "1")
     if wanted not in ("0", "1"):
         raise UsageError(f"PENSTOCK_SHARED_MEMORY must be 0 or 1, got {wanted!r}")
-    if device != CPU or wanted == "0" or not hasattr(os, "memfd_create"):
+    if wanted == "0" or not hasattr(os, "memfd_create"):
         return ""
     try:
         boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/net").stat()

@@ -135,7 +135,8 @@ def is_reached(event: torch.cuda.Event) -> bool:
 
 
 def _event_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # A thread that waits for it sleeps: the cores are for other ranks.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 

@@ -29,6 +29,10 @@ class EdgePacking:
     def __len__(self) -> int:
         return len(self._parcels)
 
+    def sizes(self) -> list[int]:
+        """Return the bytes of each message of a microbatch."""
+        return [self._memory(parcel).nbytes for parcel in self._parcels]
+
     def messages(self) -> list[torch.Tensor]:
         """Return memory for all messages of one microbatch."""
         return [lend() for lend in self._lend]

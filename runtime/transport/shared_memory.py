@@ -14,7 +14,10 @@ by the thread that sends it, and read where it arrived.
 Messages of a wire go in order. One whose memory is free is written before `start` returns; another one waits in the
 channel's sender thread. The end of a process ends its sockets, which the other side sees at once.
 
-Known limits: Linux; both ends on CPUs.
+A receiver with a GPU lets CUDA pin the memory, so that its GPU copies from there without a wait of the rank. A sender
+with a GPU packs the values of a parcel there, and writes a copy of it (gloo_wire.CopiedWire).
+
+Known limits: Linux.
 """
 
 from __future__ import annotations
@@ -113,9 +116,10 @@ def _poll(ready: select.poll, deadline: Deadline) -> None:
 
 class SharedBlocks:
     """Memory of this process that other processes may write to, in a few files; a block is found again by its
-    address."""
+    address. A device that is a GPU copies from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
         self.files: list[int] = []
         self._memory: mmap.mmap | None = None
         self._used = self._size = 0
@@ -128,7 +132,10 @@ class SharedBlocks:
         assert self._memory is not None
         memory = np.frombuffer(self._memory, np.uint8, nbytes, self._used)
         self._places[memory.ctypes.data] = len(self.files) - 1, self._used
-        self._used += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._used += whole
+        if self._device != CPU:
+            _pin(memory.ctypes.data, whole, self._device)
         return memory
 
     def _grow(self, nbytes: int) -> None:
@@ -152,19 +159,45 @@ class SharedBlocks:
         return self._places[message.data_ptr()]
 
     def close(self) -> None:
+        """Close the files, once. The memory stays as long as anything is in it."""
         for file in self.files:
             os.close(file)
+        if self._device != CPU:
+            for address in self._places:
+                _unpin(address, self._device)
         self.files.clear()
+        self._places.clear()
+
+
+def _pin(address: int, nbytes: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+    if code:
+        raise DoesNotFit(
+            f"CUDA pinned no {nbytes} bytes that are shared with other ranks: error {code}",
+            hint="PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets",
+        )
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class SharedIncoming:
-    """The receiver's end of a wire. `blocks` are the blocks that `buffers` lends."""
+    """The receiver's end of a wire. `blocks` are the blocks that `buffers` lends; the values are for a device."""
 
     def __init__(
-        self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks, seconds: float
+        self,
+        end: socket.socket,
+        values: Sequence[Value],
+        buffers: Recycled,
+        blocks: SharedBlocks,
+        seconds: float,
+        device: torch.device = CPU,
     ) -> None:
         self._line, self._blocks, self._known = PacketSocket(end, _HEAD.size, seconds), blocks, set[int]()
-        self.packing = EdgePacking(values, buffers, CPU)
+        self.packing = EdgePacking(values, buffers, device)
 
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         """Return memory for a message, and works that wait for it."""
@@ -200,17 +233,19 @@ class Arrival:
 
 
 class SharedOutgoing:
-    """The sender's end of a wire."""
+    """The sender's end of a wire. With a packing, values are put together before they are written."""
 
-    def __init__(self, end: socket.socket, values: Sequence[Value], seconds: float) -> None:
-        self._parcels = parcels(values)
+    def __init__(
+        self, end: socket.socket, values: Sequence[Value], seconds: float, packing: EdgePacking | None = None
+    ) -> None:
+        self._parcels, self._packing = parcels(values), packing
         self._line = PacketSocket(end, _HEAD.size + _BLOCK.size * len(self._parcels), seconds)
         self._files: dict[int, int] = {}
         # Messages that had to wait, begun by the thread that sends and ended by the channel's own.
         self._begun = self._ended = 0
 
     def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return values
+        return values if self._packing is None else self._packing.pack(values)
 
     def start(self, number: int, values: Sequence[torch.Tensor]) -> Works:
         """Write a message, if there is memory for it; else return works that wait for that and write it then."""
@@ -248,7 +283,10 @@ class SharedOutgoing:
             return [(self._files[name], place) for name, place in _BLOCK.iter_unpack(packet[_HEAD.size :])]
 
     def _write(self, number: int, blocks: Sequence[tuple[int, int]], values: Sequence[torch.Tensor]) -> None:
-        for (file, begin), parcel in zip(blocks, self._parcels, strict=True):
+        for i, ((file, begin), parcel) in enumerate(zip(blocks, self._parcels, strict=True)):
+            if self._packing is not None:
+                _write_all(file, values[i], begin)
+                continue
             for value, place in zip(parcel.numbers, parcel.places, strict=True):
                 _write_all(file, values[value], begin + place)
         self._line.send(_HEAD.pack(_DONE, number))

@@ -2,8 +2,8 @@
 
 A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each
 microbatch, in few messages. Large values go straight from and into their tensors, small ones together (ir/messages.py).
-Between ranks that share a host's memory they are copied there (shared_memory.py), and between two GPUs NCCL carries
-them (device_wire.py). Between all others gloo does.
+Between ranks that share a host's memory they are copied there (shared_memory.py), and GPUs of a host write to each
+other's memory (ipc_wire.py). Between other GPUs NCCL carries them (device_wire.py). Between all others gloo does.
 Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its
 receiver computes. A receive that finds its channel full is posted as soon as one before it is taken, while that one is
 waited for. Gloo moves data in its own thread. A send holds its tensor until the peer has it, which one thread per
@@ -28,7 +28,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Protocol
@@ -52,12 +52,15 @@ from penstock.support.words import counted
 
 from .device_wire import DeviceWire
 from .gloo_wire import CopiedWire, GlooWire
+from .ipc_wire import IpcIncoming, IpcOutgoing
 from .overdue import DeviceWork, Overdue
 from .packing import EdgePacking
 from .senders import LOST, BackgroundWork, Failures, LateSender, Outgoing, Sender, Works
 from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
 from .sums import GradientSums
 
+# Wires from device to device.
+_ON_DEVICES = (DeviceWire, IpcIncoming, IpcOutgoing)
 # Values of an edge that an error names.
 _SHOWN = 6
 
@@ -113,18 +116,23 @@ class RankTransport:
         # Memory that gloo may write to.
         self._buffers = Recycled(pinned=device != CPU)
         # Memory that ranks of this host may write to.
-        self._blocks = SharedBlocks()
+        self._blocks = SharedBlocks(device)
         self._shared = Recycled(memory=self._blocks.allocate)
         self._channels: dict[tuple[str, int | None], _Channel] = {}
         self._failed: Failures = []
         self.ledger: Ledger | None = None
-        # The communicators of channels between GPUs, and who looks after what devices wait for.
+        # The communicators of channels between GPUs, the channels whose GPUs write to each other's memory, and who
+        # looks after what devices wait for.
         self._far: dict[End, dist.ProcessGroup] = {}
+        self._direct: Set[End] = frozenset()
         self._overdue: Overdue | None = None
 
-    def use_library(self, lines: Mapping[End, dist.ProcessGroup], overdue: Overdue) -> None:
-        """Let NCCL carry the messages of these channels, and look after its works. Before the first message."""
-        self._far, self._overdue = dict(lines), overdue
+    def use_library(
+        self, lines: Mapping[End, dist.ProcessGroup], overdue: Overdue, direct: Set[End] = frozenset()
+    ) -> None:
+        """Let NCCL carry the messages of these channels, and look after its works. Let GPUs write to each other's
+        memory in those that are direct. Before the first message."""
+        self._far, self._overdue, self._direct = dict(lines), overdue, direct
 
     def edge_of(self, action: Action) -> Edge:
         """Return the edge whose values a send or receive moves."""
@@ -170,7 +178,7 @@ class RankTransport:
         channel = self._channels.get((action.kind, action.peer)) or self._open(action)
         if action.mb in channel.posted:
             return True
-        if isinstance(channel.incoming, DeviceWire):
+        if isinstance(channel.incoming, _ON_DEVICES):
             return False
         if len(channel.posted) >= POSTED:
             return False
@@ -180,7 +188,7 @@ class RankTransport:
     def expect(self, action: Action) -> None:
         """Post a receive, now or as soon as its channel has room; those of a channel in their order, each once."""
         channel = self._channels.get((action.kind, action.peer)) or self._open(action)
-        if isinstance(channel.incoming, DeviceWire):
+        if isinstance(channel.incoming, _ON_DEVICES):
             return
         if channel.expected or len(channel.posted) >= POSTED:
             channel.expected.append(action)
@@ -205,7 +213,7 @@ class RankTransport:
                 raise self._lost(action, error) from error
         if self._failed:
             self.check()
-        if self.device != CPU and not isinstance(channel.incoming, DeviceWire):
+        if self.device != CPU and not isinstance(channel.incoming, _ON_DEVICES):
             messages = [self.copies.upload(message) for message in messages]
         assert channel.incoming is not None
         return dict(zip(channel.names, channel.incoming.packing.unpack(messages), strict=True))
@@ -294,24 +302,34 @@ class RankTransport:
         """Open the channel of a send or receive, at its first use."""
         edge, peer = self.edge_of(action), action.peer
         assert peer is not None
-        near = self._near.get((action.kind, peer))
+        near = None if (action.kind, peer) in self._far else self._near.get((action.kind, peer))
         channel = self._channels[action.kind, peer] = _Channel(tuple(value.name for value in edge.values))
         if action.kind in SENDS:
             note_sent = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
             # A message to shared memory that has to wait is written by the thread, so it is handed to that at once.
             channel.sender = Sender(self._timeout, self._failed, note_sent, few=SENDS_TOGETHER if near is None else 1)
-            wire = self._wire(action, edge) if near is None else SharedOutgoing(near, edge.values, self.seconds)
-            is_copied = self.device != CPU and not isinstance(wire, DeviceWire)
-            channel.outgoing = CopiedWire(wire, self.copies) if is_copied else wire
-            if self._latency or is_copied:
+            channel.outgoing = self._wire(action, edge) if near is None else self._to_near(action, edge, near)
+            if self.device != CPU and not isinstance(channel.outgoing, _ON_DEVICES):
+                channel.outgoing = CopiedWire(channel.outgoing, self.copies)
+            if self._latency or isinstance(channel.outgoing, CopiedWire | IpcOutgoing):
                 channel.link = LateSender(self._latency, channel.sender, self._failed)
         else:
-            channel.incoming = (
-                self._wire(action, edge)
-                if near is None
-                else SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds)
-            )
+            channel.incoming = self._wire(action, edge) if near is None else self._from_near(action, edge, near)
         return channel
+
+    def _to_near(self, action: Action, edge: Edge, near: socket.socket) -> SharedOutgoing | IpcOutgoing:
+        """Return the wire of sends to a rank of this host."""
+        packing = None if self.device == CPU else EdgePacking(edge.values, Recycled(self.device), self.device)
+        if packing is not None and (action.kind, action.peer) in self._direct:
+            return IpcOutgoing(near, packing, self.device, self.seconds)
+        return SharedOutgoing(near, edge.values, self.seconds, packing)
+
+    def _from_near(self, action: Action, edge: Edge, near: socket.socket) -> SharedIncoming | IpcIncoming:
+        """Return the wire of receives from a rank of this host."""
+        if (action.kind, action.peer) in self._direct:
+            packing = EdgePacking(edge.values, Recycled(self.device), self.device)
+            return IpcIncoming(near, packing, self.device, self.seconds)
+        return SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds, self.device)
 
     def _wire(self, action: Action, edge: Edge) -> GlooWire | DeviceWire:
         """Return the wire of a channel whose ends share no memory."""

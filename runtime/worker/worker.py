@@ -31,7 +31,7 @@ from penstock.ir.collective_calls import groups_of
 from penstock.ir.graph import PARAM, Edge, Module, summed_vars
 from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.data.samples import FileSamples, Samples, open_data
-from penstock.runtime.group.group import RankGroup, host_store, join_store
+from penstock.runtime.group.group import RankGroup, ends_among, host_store, join_store
 from penstock.runtime.group.sealed import SealedStore
 from penstock.runtime.messages.control import (
     Arrays,
@@ -122,7 +122,6 @@ class Worker:
         overdue = Overdue(setup.timeout, group.lost)
         circles = group.form_circles(groups_of(self.module), program.device)
         self.carriers = Carriers(circles, rank, setup.timeout, overdue)
-        lines = group.form_edges(self.module.schedule, program.device) if has_gpus(self.module) else {}
         exchange.join(self.carriers.groups, self.carriers.devices)
         self.exchange = exchange
         self.base = resident_bytes()
@@ -133,13 +132,21 @@ class Worker:
         self.transport = RankTransport(
             rank, local_edges(self.module), homes, setup.timeout, program.device, setup.latency, group.team, near
         )
-        self.transport.use_library(lines, overdue)
+        if has_gpus(self.module):
+            self._join_gpus(program.device, overdue)
         self.executor = Executor(self.module, rank, program, self.store, self.transport, reply, status, self._conduct())
         # The objects that are there stay: looking through them for garbage, again and again, would cost more than the
         # loop.
         gc.collect()
         gc.freeze()
         status.show(None)
+
+    def _join_gpus(self, device: torch.device, overdue: Overdue) -> None:
+        """Let GPUs exchange messages without memory of the host, where they can."""
+        assert self.module.schedule is not None
+        direct = self.group.find_direct(self.module.schedule, device)
+        lines = self.group.form_edges(self.module.schedule, device, direct)
+        self.transport.use_library(lines, overdue, ends_among(direct, self.rank))
 
     def _open_samples(self) -> None:
         """Open the samples of training and of evaluation, where this stage takes any."""

@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,7 +71,12 @@ class _Alone(RankGroup):
     def form_circles(self, groups: Sequence[tuple[int, ...]], device: torch.device) -> list[Circle]:
         return []
 
-    def form_edges(self, schedule: Schedule, device: torch.device) -> dict[End, dist.ProcessGroup]:
+    def find_direct(self, schedule: Schedule, device: torch.device) -> set[tuple[int, str, int]]:
+        return set()
+
+    def form_edges(
+        self, schedule: Schedule, device: torch.device, direct: Collection[tuple[int, str, int]] = ()
+    ) -> dict[End, dist.ProcessGroup]:
         return {}
 
     def agree(self, what: str, value: str, hint: str = "") -> None:

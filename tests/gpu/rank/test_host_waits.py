@@ -19,6 +19,7 @@ CASES = {
     "four stages, 1f1b": {"devices": "sm_90,sm_90,sm_90,sm_90"},
     "four stages, 2bw": {"devices": "sm_90,sm_90,sm_90,sm_90", "schedule": "2bw"},
     "processor and GPU, 2bw": {"devices": "cpu,sm_90", "schedule": "2bw"},
+    "GPU and processor, 1f1b": {"devices": "sm_90,cpu"},
     "replicas": {"devices": "sm_90,sm_90", "replicas": 2},
 }
 
@@ -34,8 +35,8 @@ def trained(program: Program, folder: Path, *cases: dict[str, Any], **variables:
 
 def most_per_batch(few: dict[str, Any], many: dict[str, Any]) -> float:
     """Return the most waits of a rank's loop for a batch, of two trainings of different lengths."""
-    assert few["waits"].keys() == many["waits"].keys()
-    return max((many["waits"][device][0] - waits) / (MANY - FEW) for device, (waits, _) in few["waits"].items())
+    assert few["ends"].keys() == many["ends"].keys()
+    return max((many["ends"][device][0] - waits) / (MANY - FEW) for device, (waits, *_) in few["ends"].items())
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:1], pytest.param(list(CASES)[1:], marks=pytest.mark.slow)])
@@ -46,9 +47,11 @@ def test_a_rank_waits_for_its_gpu_once_a_batch(names: list[str], program: Progra
         assert said["faults"] == [], case
         assert np.allclose(said["losses"], said["expected"], rtol=1e-5), case
         # One rank for each GPU.
-        assert len(said["waits"]) == case["devices"].count("sm_90"), case
+        assert len(said["ends"]) == case["devices"].count("sm_90"), case
     for name, few, many in zip(names, trainings[::2], trainings[1::2], strict=True):
         assert most_per_batch(few, many) <= 1, name
+        # Nothing is left behind on a GPU, however many batches there were.
+        assert {d: end[-1] for d, end in few["ends"].items()} == {d: end[-1] for d, end in many["ends"].items()}, name
 
 
 def test_control_a_rank_that_reads_a_result_is_noticed(program: Program, tmp_path: Path) -> None:
@@ -61,9 +64,22 @@ def test_control_a_rank_that_reads_a_result_is_noticed(program: Program, tmp_pat
 @pytest.mark.parametrize("fault", ["host", "stream"])
 def test_control_a_missing_wait_is_noticed(fault: str, program: Program, tmp_path: Path) -> None:
     """`host`: a thread sends without waiting for the copy. `stream`: no stream waits for another one."""
-    (said,) = trained(program, tmp_path, CASES["two stages, 1f1b"], STRAW_FAULT=fault)
+    (said,) = trained(program, tmp_path, CASES["two stages, 1f1b"], STRAW_FAULT=fault, PENSTOCK_IPC="0")
     # Poison is NaN, which metrics write as a word.
     assert not np.allclose([float(x) for x in said["losses"]], said["expected"], rtol=1e-4)
+
+
+def test_control_shared_memory_that_is_not_pinned_is_noticed(program: Program, tmp_path: Path) -> None:
+    """A GPU copies from memory that its rank shares with a processor's. Here CUDA pins none of it."""
+    case = CASES["GPU and processor, 1f1b"]
+    cases = [{**case, "steps": FEW}, {**case, "steps": MANY}]
+    few, many = trained(program, tmp_path, *cases, STRAW_FAULT="unpinned")
+    assert np.allclose(many["losses"], many["expected"], rtol=1e-5)
+    assert most_per_batch(few, many) > 1
+    # The control of the control: over sockets no memory is shared.
+    few, many = trained(program, tmp_path / "sockets", *cases, STRAW_FAULT="unpinned", PENSTOCK_SHARED_MEMORY="0")
+    assert np.allclose(many["losses"], many["expected"], rtol=1e-5)
+    assert most_per_batch(few, many) <= 1
 
 
 @pytest.mark.parametrize("beside", [0, 1 << 16])

@@ -31,6 +31,8 @@ struct KernelRow {  // as tests/oracles/cuda/threads.py writes it
 typedef void (*LaunchBlocks)(void (*)(void**), void**, int, int, int);
 enum { OK = 0, INVALID_VALUE = 1, NO_MEMORY = 2, BAD_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, UNSUPPORTED = 801 };
 
+struct CHandle { char bytes[64]; };
+
 extern "C" {
 int straw_fault(int code, const char* kind, const char* text);
 int straw_launch(const KernelRow* row, LaunchBlocks launch, int home, const CUlaunchConfig* config, void** values);
@@ -41,6 +43,7 @@ int cudaGetDevice(int* device);
 
 #ifndef STRAW_DRIVER
 
+#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -57,6 +60,7 @@ int cudaGetDevice(int* device);
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -72,10 +76,22 @@ struct Stream {
   int device;
   bool blocking, is_default;
   uint64_t queued = 0, done = 0;
+  bool running = false;
   std::deque<Task> tasks;
 };
-struct Block { char *map, *base; size_t mapped, size; int device; uint64_t number; };  // device -1: pinned host memory
-struct Event { Mark mark{nullptr, 0}; std::shared_ptr<double> at; };  // when the device got there, in milliseconds
+struct Block { char *map, *base; size_t mapped, size; int device; uint64_t number; };  // device -1: pinned host memory, which
+// is the caller's where nothing is mapped
+// How often an event of two processes was recorded, got to, and which time of these the other process waits for.
+struct SharedMark { std::atomic<uint64_t> recorded, done, wanted; };
+struct Event {
+  Mark mark{nullptr, 0};
+  std::shared_ptr<double> at;  // when the device got there, in milliseconds
+  SharedMark* shared = nullptr;
+  bool is_own = true;
+  int file = -1;
+  std::map<uint64_t, Mark> marks;
+};
+struct Handle { int process, file, device; size_t offset, size, mapped; };
 
 std::recursive_mutex guard;
 std::map<char*, Block> live;
@@ -89,13 +105,14 @@ std::string last;
 int sticky = OK;
 uint64_t allocations = 0, waits_done = 0, tasks_done = 0;
 uint64_t waits_of_main = 0;  // waits of the process's first thread
-std::vector<unsigned> blocks_at_waits;
 std::map<int, size_t> used;
 thread_local int current = 0;
 thread_local int recent = OK;
 
 int device_count() { const char* n = getenv("STRAW_DEVICES"); return n ? atoi(n) : 1; }
 int capability() { const char* n = getenv("STRAW_CAPABILITY"); return n ? atoi(n) : 90; }
+
+bool is_fault(const char* name) { const char* wrong = getenv("STRAW_FAULT"); return wrong && !strcmp(wrong, name); }
 
 void log_line(const std::string& line) {
   const char* path = getenv("STRAW_LOG");
@@ -149,6 +166,7 @@ bool inside(const char* what, const void* address, size_t size, int device) {
   return true;
 }
 bool is_whole(const Block& block) {
+  if (!block.mapped) return true;
   for (char* p = block.map + PAGE; p < block.base; p++) if ((unsigned char)*p != PATTERN) return false;
   for (char* p = block.base + block.size; p < block.map + block.mapped - PAGE; p++)
     if ((unsigned char)*p != PATTERN) return false;
@@ -183,7 +201,7 @@ int allocate(void** out, size_t size, int device) {
 int release(void* address, bool pinned, const char* what) {
   if (!address) return OK;
   auto at = live.find((char*)address);
-  if (at == live.end() || (at->second.device < 0) != pinned) {
+  if (at == live.end() || (at->second.device < 0) != pinned || !at->second.mapped) {
     bool twice = at == live.end() && freed.count((char*)address);
     return fault(INVALID_VALUE, twice ? "double free" : "bad free",
                  spelled("%s of %p, %s", what, address, place_of(address).c_str()));
@@ -223,6 +241,9 @@ Stream* stream_of(void* handle) {
   return nullptr;
 }
 void run_to(Stream* stream, uint64_t position) {
+  // A stream that waits for another process takes nothing else in between.
+  if (stream->running) return;
+  stream->running = true;
   while (stream->done < position && !stream->tasks.empty()) {
     Task task = std::move(stream->tasks.front());
     stream->tasks.pop_front();
@@ -230,11 +251,39 @@ void run_to(Stream* stream, uint64_t position) {
     if (sticky == OK) { task.run(); tasks_done++; }
     stream->done++;
   }
+  stream->running = false;
+}
+// Get to the events that other processes wait for: a device gets on by itself, here it does when that is needed.
+void serve() {
+  for (Event* event : events)
+    if (event->shared && event->is_own && event->shared->wanted > event->shared->done) {
+      auto at = event->marks.find(event->shared->wanted);
+      if (at != event->marks.end()) run_to(at->second.stream, at->second.position);
+    }
+}
+void start_serving() {
+  static bool started = false;
+  if (started) return;
+  started = true;
+  std::thread([] {
+    for (;;) {
+      usleep(500);
+      std::lock_guard<std::recursive_mutex> locked(guard);
+      serve();
+    }
+  }).detach();
+}
+void wait_for_process(SharedMark* shared, uint64_t number) {
+  if (shared->wanted < number) shared->wanted = number;
+  for (int i = 0; shared->done < number; i++) {
+    if (i > 150000) { fault(ILLEGAL_ADDRESS, "event", "another process does not get to an event"); return; }
+    serve();
+    usleep(200);
+  }
 }
 void count_wait() {
   waits_done++;
   waits_of_main += syscall(SYS_gettid) == getpid();
-  if (live.size()) blocks_at_waits.push_back(live.size());
 }
 int wait_for(Stream* stream) {
   count_wait();
@@ -334,18 +383,18 @@ size_t straw_report(char* text, size_t size, int blocks) {
   snprintf(text, size, "%s", all.c_str());
   return all.size();
 }
-// What a process logs when it ends: waits, tasks, and the most blocks at any wait in each half of its waits; its device
-// and the waits of its first thread and of all others.
+// What a process logs when it ends: of its device the waits of its first thread, those of all others, tasks, and the
+// blocks that are left on it when everything is done.
 void straw_end() {
   LOCKED;
+  for (Stream* stream : streams) run_to(stream, stream->queued);
   for (auto& [_, block] : live) look_around(block, "at the end");
-  size_t most[2] = {0, 0}, count = blocks_at_waits.size();
-  for (size_t i = 0; i < count; i++) { size_t& m = most[2 * i >= count]; if (blocks_at_waits[i] > m) m = blocks_at_waits[i]; }
   if (!tasks_done) return;
-  log_line(spelled("blocks %lu %lu %zu %zu", waits_done, tasks_done, most[0], most[1]));
   Stream* busiest = *streams.begin();
   for (Stream* stream : streams) if (stream->done > busiest->done) busiest = stream;
-  log_line(spelled("waits %d %lu %lu", busiest->device, waits_of_main, waits_done - waits_of_main));
+  size_t left = 0;
+  for (auto& [_, block] : live) left += block.device == busiest->device;
+  log_line(spelled("end %d %lu %lu %lu %zu", busiest->device, waits_of_main, waits_done - waits_of_main, tasks_done, left));
 }
 void straw_clear() {
   LOCKED;
@@ -447,6 +496,88 @@ int cudaMalloc(void** out, size_t size) { LOCKED; return sticky ? sticky : alloc
 int cudaFree(void* address) { LOCKED; wait_for_device(side_of(address)); return release(address, false, "cudaFree"); }
 int cudaMallocHost(void** out, size_t size) { LOCKED; return allocate(out, size, -1); }
 int cudaFreeHost(void* address) { LOCKED; return release(address, true, "cudaFreeHost"); }
+int cudaHostRegister(void* address, size_t size, unsigned) {
+  LOCKED;
+  if ((uintptr_t)address % PAGE || block_of(address))
+    return fault(INVALID_VALUE, "register", spelled("%p is on no page, or %s", address, place_of(address).c_str()));
+  // A fault that tests ask for: memory is not pinned after all.
+  if (is_fault("unpinned")) return OK;
+  live[(char*)address] = {(char*)address, (char*)address, 0, size, -1, allocations++};
+  return OK;
+}
+int cudaHostUnregister(void* address) {
+  LOCKED;
+  auto at = live.find((char*)address);
+  if (at == live.end() || at->second.mapped) return fault(INVALID_VALUE, "register", spelled("%p was not registered", address));
+  live.erase(at);
+  return OK;
+}
+// Memory and events of two processes. A handle names a file of the process that made it.
+static int open_of(const Handle& handle) {
+  std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
+  return open(path.c_str(), O_RDWR);
+}
+int cudaIpcGetMemHandle(Handle* handle, void* address) {
+  LOCKED;
+  Block* block = block_of(address);
+  if (!block || block->base != address || block->device < 0)
+    return fault(INVALID_VALUE, "handle", spelled("%p is %s", address, place_of(address).c_str()));
+  char* inner = block->map + PAGE;
+  size_t size = block->mapped - 2 * PAGE;
+  int file = memfd_create("straw", 0);
+  if (ftruncate(file, size) || pwrite(file, inner, size, 0) != ssize_t(size)) return recent = NO_MEMORY;
+  mmap(inner, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+  *handle = {getpid(), file, block->device, size_t(block->base - inner), block->size, block->mapped};
+  return OK;
+}
+int cudaIpcOpenMemHandle(void** out, CHandle given, unsigned) {
+  LOCKED;
+  Handle handle;
+  memcpy(&handle, &given, sizeof handle);
+  int file = open_of(handle);
+  if (file < 0) return fault(INVALID_VALUE, "handle", "no process has this memory");
+  char* map = (char*)mmap(nullptr, handle.mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  mmap(map + PAGE, handle.mapped - 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+  close(file);
+  char* base = map + PAGE + handle.offset;
+  live[base] = {map, base, handle.mapped, handle.size, handle.device, allocations++};
+  *out = base;
+  return OK;
+}
+int cudaIpcGetEventHandle(Handle* handle, void* event) {
+  LOCKED;
+  Event* e = (Event*)event;
+  if (!events.count(e) || e->file < 0) return fault(BAD_HANDLE, "event", "no event of two processes");
+  *handle = {getpid(), e->file, 0, 0, 0, 0};
+  return OK;
+}
+int cudaIpcOpenEventHandle(void** out, CHandle given) {
+  LOCKED;
+  Handle handle;
+  memcpy(&handle, &given, sizeof handle);
+  int file = open_of(handle);
+  if (file < 0) return fault(BAD_HANDLE, "event", "no process has this event");
+  Event* e = new Event;
+  e->shared = (SharedMark*)mmap(nullptr, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  e->is_own = false;
+  close(file);
+  events.insert(e);
+  *out = e;
+  return OK;
+}
+int cudaEventCreateWithFlags(void** out, unsigned flags) {
+  LOCKED;
+  Event* e = new Event;
+  if (flags & 4) {
+    e->file = memfd_create("straw", 0);
+    if (ftruncate(e->file, PAGE)) return recent = NO_MEMORY;
+    e->shared = (SharedMark*)mmap(nullptr, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, e->file, 0);
+    start_serving();
+  }
+  events.insert(e);
+  *out = e;
+  return OK;
+}
 int cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, void* stream) {
   LOCKED;
   if (sticky) return sticky;
@@ -478,6 +609,13 @@ int cudaStreamWaitEvent(void* handle, void* event, unsigned) {
   LOCKED;
   Stream* stream = stream_of(handle);
   if (!stream || !events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such stream or event");
+  SharedMark* shared = ((Event*)event)->shared;
+  if (shared && !((Event*)event)->is_own) {
+    // A fault that tests ask for: no device waits for that of another process.
+    if (is_fault("process")) return OK;
+    uint64_t number = shared->recorded;
+    return queue(stream, {"wait for another process", {}, [=] { wait_for_process(shared, number); }});
+  }
   Mark mark = ((Event*)event)->mark;
   return mark.stream ? queue(stream, {"wait for an event", {mark}, [] {}}) : OK;
 }
@@ -487,9 +625,18 @@ int cudaEventRecord(void* event, void* handle) {
   LOCKED;
   Stream* stream = stream_of(handle);
   if (!stream || !events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such stream or event");
-  std::shared_ptr<double> at = ((Event*)event)->at = std::make_shared<double>(-1);
-  queue(stream, {"event", {}, [=] { *at = now(); }});
-  ((Event*)event)->mark = {stream, stream->queued};
+  Event* e = (Event*)event;
+  std::shared_ptr<double> at = e->at = std::make_shared<double>(-1);
+  SharedMark* shared = e->shared;
+  if (shared && !e->is_own) return fault(BAD_HANDLE, "event", "an event of another process");
+  uint64_t number = shared ? shared->recorded + 1 : 0;
+  queue(stream, {"event", {}, [=] { *at = now(); if (shared) shared->done = number; }});
+  e->mark = {stream, stream->queued};
+  if (shared) {
+    e->marks[number] = e->mark;
+    while (e->marks.size() > 64) e->marks.erase(e->marks.begin());
+    shared->recorded = number;
+  }
   return OK;
 }
 int cudaEventSynchronize(void* event) {

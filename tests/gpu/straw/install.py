@@ -138,12 +138,15 @@ def install(folder: Path) -> Devices:
         "Event": streams.Event,
         "stream": streams.Streaming,
         "current_stream": streams.current_stream,
+        "cudart": lambda: runtime,
+        "can_device_access_peer": lambda device, other: True,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     for name, finish in (("empty", None), ("zeros", True), ("ones", True), ("full", True), ("tensor", True)):
         setattr(torch, name, _factory(getattr(torch, name), finish))
     torch.as_tensor = _as_tensor  # type: ignore[assignment]
+    torch.version.cuda = "13.0"
     before = torch.Tensor.to
     torch.Tensor.to = lambda self, *args, **options: _to(before, self, *args, **options)  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, device=None: _pinned(self.shape, self.dtype).copy_(self)  # type: ignore[method-assign]

@@ -59,6 +59,8 @@ def load(folder: Path) -> ctypes.CDLL:
     runtime.straw_is_pinned.argtypes = [pointer]
     runtime.straw_report.argtypes = [ctypes.c_char_p, size, ctypes.c_int]
     runtime.straw_report.restype = size
+    runtime.cudaHostRegister.argtypes = [pointer, size, ctypes.c_uint]
+    runtime.cudaHostUnregister.argtypes = [pointer]
     runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
     for name in ("cudaStreamSynchronize", "cudaEventDestroy", "cudaEventSynchronize", "cudaEventQuery"):
         getattr(runtime, name).argtypes = [pointer]

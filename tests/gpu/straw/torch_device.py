@@ -1,8 +1,8 @@
 """Torch tensors on devices of straw, where torch has no CUDA: `install()` puts them where the product asks torch for CUDA.
 
 A DeviceTensor says that it is on `cuda:0`, and has memory of the driver of straw. Operations of torch on it are queued on the current stream, and done by
-torch's code for processors when the stream is waited for. Views are made at once. A copy to the host waits, unless the host's memory is pinned and the
-caller said `non_blocking`. TVM takes and gives these tensors as it does with torch's own on a GPU: through DLPack's exchange functions, with the
+torch's code for processors when the stream is waited for. Views are made at once. A copy to or from the host waits, unless the host's memory is pinned and
+the caller said `non_blocking`. TVM takes and gives these tensors as it does with torch's own on a GPU: through DLPack's exchange functions, with the
 current stream.
 
 Limits: only what the product uses of `torch.cuda` and of torch's ways to make tensors is there, and one stream at a time for each thread.
@@ -229,7 +229,7 @@ class Devices:
             # Pageable memory is taken over before the call returns.
             origin = source.clone()
         self.queue("copy", on_device, lambda: target.copy_(origin))
-        if target is to and not late:
+        if not late:
             self.wait(on_device[0].index)
         return to
 

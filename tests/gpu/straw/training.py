@@ -1,7 +1,7 @@
 """A program: trainings on devices of straw, by ranks in processes of their own, against the same trainings by the interpreter.
 
-In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults; per process
-the most blocks at any wait in the first and in the second half of its waits; per device the waits of its rank's loop, and of other threads.
+In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults, and by device the
+waits of its rank's loop and of other threads, its tasks, and the blocks that are left when everything is done.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[flo
 def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
     """Run trainings; return what there is to say of each."""
     said: list[dict[str, object]] = []
+    folder.mkdir(exist_ok=True)
     for number, case in enumerate(cases):
         place, log = folder / str(number), folder / f"log{number}"
         cluster = Cluster.listed(case.devices)
@@ -84,11 +85,10 @@ def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
             {
                 "losses": on_straw,
                 "expected": expected,
-                "faults": [line for line in lines if line.split()[0] not in ("blocks", "waits")],
-                "waits": {
-                    d: list(map(int, n)) for d, *n in (line.split()[1:] for line in lines if line.startswith("waits"))
+                "faults": [line for line in lines if not line.startswith("end ")],
+                "ends": {
+                    d: list(map(int, n)) for d, *n in (line.split()[1:] for line in lines if line.startswith("end "))
                 },
-                "blocks": [list(map(int, line.split()[1:])) for line in lines if line.startswith("blocks")],
             }
         )
     return said

@@ -26,8 +26,8 @@ def test_every_channel_has_a_row() -> None:
     )
     rows = cells(show_links(module.but(cluster=Cluster(devices))))
     assert [row[:4] for row in rows] == [
-        ["0 > 1", "cpu:0 > cpu:1", "F", "gloo"],
-        ["1 > 0", "cpu:1 > cpu:0", "B", "gloo"],
+        ["0 > 1", "cpu:0 > cpu:1", "F", "pinned"],
+        ["1 > 0", "cpu:1 > cpu:0", "B", "pinned"],
         ["1 > 2", "cpu:1 > cpu:2", "F", "nccl"],
         ["2 > 1", "cpu:2 > cpu:1", "B", "nccl"],
     ]

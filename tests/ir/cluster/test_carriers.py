@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.ir.cluster.cluster import GLOO, MEMORY, NCCL, Cluster, Device, Link
+from penstock.ir.cluster.cluster import COPY_BANDWIDTH, GLOO, IPC, MEMORY, NCCL, PINNED, Cluster, Device, Link
 from penstock.ir.cluster.gpus import LIBRARY_OVERHEAD, SHEETS, sheet_of, usual_settings
 
 SOCKETS = 2e9
@@ -27,32 +27,33 @@ CLUSTER = Cluster(
     [
         ("cpu:0", "cpu:1", MEMORY),
         ("cpu:0", "far cpu", GLOO),
-        ("cpu:0", "cuda:0", GLOO),
-        ("cuda:0", "cuda:1", NCCL),
-        # NCCL takes no two ranks of one GPU; the same number on another host is another one.
-        ("cuda:0", "twin", GLOO),
+        ("cpu:0", "cuda:0", PINNED),
+        ("cuda:0", "cuda:1", IPC),
+        ("cuda:0", "twin", IPC),
+        # The same number on another host is another GPU.
         ("cuda:0", "far cuda:0", NCCL),
         ("cpu:0", "far cuda:0", GLOO),
     ],
 )
 def test_every_pair_has_its_carrier(a: str, b: str, carrier: str) -> None:
     assert CLUSTER.carrier(a, b) == CLUSTER.carrier(b, a) == carrier
-    assert CLUSTER.shares_memory(a, b) == (carrier == MEMORY)
+    assert CLUSTER.shares_memory(a, b) == (carrier in (MEMORY, PINNED))
 
 
-def test_messages_of_a_gpu_over_gloo_are_copied_and_go_through_sockets() -> None:
-    """A byte is copied to or from the GPU (10 GB/s), and goes through sockets (2 GB/s) or the network."""
+def test_messages_of_a_gpu_are_copied_and_go_through_memory_or_the_network() -> None:
+    """A byte is copied to or from each GPU (10 GB/s), and is written to memory (7 GB/s) or goes through the network."""
     rate = CLUSTER.path("cpu:0", "cuda:0").bandwidth
-    assert 1 / rate == pytest.approx(1 / 1e10 + 1 / SOCKETS)
+    assert 1 / rate == pytest.approx(1 / 1e10 + 1 / COPY_BANDWIDTH)
     far = CLUSTER.path("cpu:0", "far cuda:0")
     assert 1 / far.bandwidth == pytest.approx(1 / 1e9 + 1 / 1e10)
     assert far.latency == pytest.approx(1e-4 + 5e-5)
-    # The controls: what NCCL or memory carries goes at the rate of its link.
+    # The controls: what NCCL, memory or GPUs themselves carry goes at the rate of its link.
+    assert CLUSTER.path("cuda:0", "cuda:1").bandwidth == CLUSTER.link("cuda:0", "cuda:1").bandwidth
     assert CLUSTER.path("cuda:0", "far cuda:0").bandwidth == 1e10
     assert CLUSTER.path("cpu:0", "cpu:1").bandwidth == CLUSTER.link("cpu:0", "cpu:1").bandwidth
-    assert (
-        CLUSTER.message_overhead("cuda:0", "cuda:1") == LIBRARY_OVERHEAD < CLUSTER.message_overhead("cuda:0", "cpu:0")
-    )
+    overhead = CLUSTER.message_overhead
+    assert overhead("cuda:0", "cuda:1") == LIBRARY_OVERHEAD < overhead("far cuda:0", "cpu:0")
+    assert overhead("cuda:0", "cpu:0") == overhead("cpu:0", "cpu:1") < overhead("far cpu", "cpu:0")
 
 
 def test_sheets_know_what_tensor_cores_do() -> None:
