@@ -101,8 +101,8 @@ def import_onnx(
         importer.take_node(node, index, importer.scope)
     importer.complain()
     imported = importer.finish(dims or {})
-    shapes = {name: var.type.dims for name, var in imported.module.vars.items()}
-    return replace(imported, bound=bound.known, structure=take_structure(source.model, source, shapes, imported.names))
+    types = {name: var.type for name, var in imported.module.vars.items()}
+    return replace(imported, bound=bound.known, structure=take_structure(source.model, source, types, imported.names))
 
 
 # ---------------------------------------------------------------------------------------- before the nodes

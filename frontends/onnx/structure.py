@@ -10,7 +10,7 @@ one file beside the model with `.data` appended to its name. If the model would 
 message, all filled-in tensors of 1 KiB and more become external too. Both files are written under temporary names,
 flushed and renamed, the model last: at no time does a model stand beside elements of another.
 
-A variable belongs to the one initializer with its name and shape, in any graph. Initializers of one name in several
+A variable belongs to the one initializer with its name and type, in any graph. Initializers of one name in several
 graphs are distinguished by the place of their graph (source.stored_in). Variables that were computed at import belong
 to none. Nor do those of graphs inside local functions, which may be called more than once.
 """
@@ -29,6 +29,7 @@ import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError, VerifyError
 
 from .source import OnnxFile, stored_in
@@ -70,23 +71,30 @@ class Structure:
 
 
 def take_structure(
-    model: onnx.ModelProto, source: OnnxFile, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
+    model: onnx.ModelProto, source: OnnxFile, types: Mapping[str, TensorType], names: Mapping[str, str]
 ) -> Structure:
     """Remove the elements of variables from `model`, which is of no other use afterwards.
 
-    `shapes` are those of the variables. `names` gives the file's label of each variable that is named otherwise.
+    `types` are those of the variables. `names` gives the file's label of each variable that is named otherwise.
     """
     tensors = _labelled(model)
     initializers: dict[str, str] = {}
-    for variable, shape in shapes.items():
+    for variable, kind in types.items():
         label = names.get(variable, variable)
         tensor = tensors.get(label)
-        if tensor is not None and tuple(tensor.dims) == shape:
+        if tensor is not None and _has_type(source, tensor, kind):
             initializers[variable] = label
             for field in _ELEMENTS:
                 tensor.ClearField(field)
     spans = [source.external(tensor) for tensor in _external(model) if tensor.external_data]
     return Structure(model.SerializeToString(deterministic=True), initializers, tuple(spans))
+
+
+def _has_type(source: OnnxFile, tensor: onnx.TensorProto, kind: TensorType) -> bool:
+    try:
+        return source.type_of(tensor) == kind
+    except ValueError:  # an element type that no variable has
+        return False
 
 
 def save_structure(structure: Structure, folder: Path, arrays: Mapping[str, np.ndarray]) -> list[Path]:
@@ -115,11 +123,6 @@ def write_model(
 def data_file(model: Path) -> Path:
     """Return the path of a model's external data."""
     return model.with_name(model.name + ".data")
-
-
-def element_types(structure: Path) -> dict[str, np.dtype]:
-    """Return the element type of every initializer of a kept structure, by label."""
-    return {label: _dtype(tensor) for label, tensor in _labelled(_read(structure)).items()}
 
 
 # ------------------------------------------------------------------------------------------------ what a model stores

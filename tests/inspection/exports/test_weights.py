@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import onnx
@@ -223,6 +225,41 @@ def test_training_in_bf16_gives_back_f32(tmp_path):
         name: bits(array) for name, array in parameters.items()
     }
     assert bits(after["y.weight"]) != bits(tensors_of(path)["y.weight"])
+
+
+# A program that cannot import onnx, as where it is not installed.
+WITHOUT_ONNX = """import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "onnx":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from penstock.commands.parser import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("trained", ["1f1b"], indirect=True)
+def test_weights_alone_need_no_onnx(trained, tmp_path):
+    """The control: a model of ONNX needs it, and says so."""
+    folder, _ = trained
+    ps.export(folder / "ckpt", safetensors=tmp_path / "here.safetensors")
+
+    def run(*args):
+        command = [sys.executable, "-c", WITHOUT_ONNX, "export", str(folder / "ckpt"), *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+
+    done = run("--safetensors", tmp_path / "there.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+    refused = run("--onnx", tmp_path / "out.onnx")
+    assert (refused.returncode, list(tmp_path.glob("out*"))) == (2, [])
+    assert "an ONNX file is written with onnx, which is not installed" in refused.stderr
+    (tmp_path / "model").write_bytes(b"perhaps the model")
+    refused = run("--safetensors", tmp_path / "model")
+    assert refused.returncode == 2
+    assert "is there already" in refused.stderr
+    assert (tmp_path / "model").read_bytes() == b"perhaps the model"
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -41,6 +41,9 @@ from penstock.support.paths import is_inside, replacing_problem
 if TYPE_CHECKING:
     from onnx import ModelProto
 
+# What follows the name of an ONNX file in that of its external data, as frontends/onnx/structure.py writes it.
+DATA = ".data"
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -83,7 +86,12 @@ def export(
     elements = {name: arrays[variable] for variable, named in names.items() for name in named}
     files: list[Path] = []
     if onnx is not None:
-        from penstock.frontends.onnx.structure import write_model  # lazy: heavy
+        try:
+            from penstock.frontends.onnx.structure import write_model  # lazy: heavy
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"an ONNX file is written with {error.name}, which is not installed", where="export", hint=_NO_ONNX
+            ) from error
 
         assert bundle.source_structure is not None
         notes = _notes(bundle, annotate) if split else annotate
@@ -134,10 +142,11 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> No
     """Refuse, all at once and before the work, places that cannot be written, and the model's own place if it would be
     `changed`.
     """
-    from penstock.frontends.onnx.structure import data_file  # lazy: heavy
-
     problems = [] if outs else ["nothing to write: give --onnx FILE, --safetensors FILE or both"]
-    places = [*outs.items(), *((flag, data_file(path)) for flag, path in outs.items() if flag == "--onnx")]
+    places = [
+        *outs.items(),
+        *((flag, path.with_name(path.name + DATA)) for flag, path in outs.items() if flag == "--onnx"),
+    ]
     for flag, path in places:
         if problem := replacing_problem(str(path)):
             problems.append(f"{flag} {path}: {problem}")
@@ -164,7 +173,14 @@ def _is_source(path: Path, bundle: Bundle) -> bool:
     its name."""
     if bundle.source_structure is None or not path.is_file() or path.suffix == ".safetensors":
         return False
-    from penstock.frontends.onnx.source import OnnxFile  # lazy: heavy
+    try:
+        from penstock.frontends.onnx.source import OnnxFile  # lazy: heavy
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"is there already, and without {error.name} it cannot be told from the model",
+            where=str(path),
+            hint=_NO_ONNX,
+        ) from error
 
     try:
         return OnnxFile(path).digest() == bundle.manifest.source_hash
@@ -172,6 +188,7 @@ def _is_source(path: Path, bundle: Bundle) -> bool:
         return False
 
 
+_NO_ONNX = "pip install onnx, or give another name; --safetensors alone needs no onnx"
 _HINT = "weights of graphs inside of functions may stand for several; --safetensors writes them, by names of ours"
 
 
@@ -222,21 +239,12 @@ def _weights(bundle: Bundle, place: Path | None) -> tuple[dict[str, np.ndarray],
 
 
 def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bundle) -> Path:
-    dtypes: Mapping[str, np.dtype] = {}
     metadata = None
     if bundle.source_rest is not None:
         arrays = {**map_tensors(bundle.source_rest), **arrays}
         metadata = {"format": "pt"}  # transformers does not read files that do not say so
-    if bundle.source_structure is not None:
-        from penstock.frontends.onnx.structure import element_types  # lazy: heavy
-
-        dtypes = element_types(bundle.source_structure)
     with replacing(out) as work:
-        write_tensors(
-            work,
-            {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()},
-            metadata,
-        )
+        write_tensors(work, arrays, metadata)
     return out
 
 
