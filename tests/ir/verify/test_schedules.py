@@ -13,47 +13,13 @@ from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Edge
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import Action, Program, Schedule
-from penstock.ir.text import parse_module
 from penstock.ir.verify import runs as verify_runs
 from penstock.ir.verify.verifier import check, verify
-from penstock.passes.communicate.communicate import communicate
-from penstock.passes.memory.lifetimes import lifetimes
 from penstock.passes.schedules.schedule import ScheduleOptions, schedule
-from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
 from penstock.support.errors import DoesNotFit, VerifyError
 from penstock.support.words import exact_bytes, shown_bytes
 
-from .agreed import AGREED
-
-FACTS = ("scheduled", "versioned", "wired", "freed")
-
-
-def pipeline(module, kind="2bw", m=3, **options):
-    module = weight_versions(schedule(module, ScheduleOptions(kind, m)), WeightVersionsOptions(**options))
-    module = lifetimes(communicate(module))
-    return module.but(facts=module.facts + FACTS)
-
-
-def with_batch(module, rank, text):
-    """The module with the batch list of one rank replaced."""
-    old = module.schedule
-    program = Program(old.ranks[rank].start, tuple(map(Action.parse, text.split())))
-    return module.but(schedule=Schedule(old.name, old.microbatches, {**old.ranks, rank: program}))
-
-
-def edited(module, rank, *pairs):
-    """The module with words of one rank's batch list replaced."""
-    text = " ".join(map(str, module.schedule.ranks[rank].batch))
-    for old, new in pairs:
-        assert old in text, (old, text)
-        text = text.replace(old, new)
-    return with_batch(module, rank, text)
-
-
-def message(module, *facts):
-    with pytest.raises((VerifyError, DoesNotFit)) as caught:
-        check(module, facts) if facts else verify(module)
-    return str(caught.value)
+from .edits import FACTS, edited, message, pipeline, with_batch
 
 
 @pytest.fixture
@@ -404,80 +370,6 @@ def test_sums_of_ranks_in_different_orders_are_told(toy):
     several = pipeline(toy(1, devices=(2,)), "2bw", 2)
     text = message(edited(several, 1, ("0AR1", "0AR2")), "wired")
     assert "ranks 0, 1 sum in different orders: rank 0 [0], rank 1 []" in text
-
-
-@pytest.fixture
-def agreed():
-    return pipeline(parse_module(AGREED), "zb-1f1b", 2)
-
-
-def test_the_text_of_batches_these_tests_edit(agreed):
-    verify(agreed)
-    program = " ".join(map(str, agreed.schedule.ranks[0].batch))
-    assert program.endswith("0RB3<1 0B3@1 0D3 0P1 0SP1>1 0RP1<1 0N1 0SN1>1 0RN1<1 0U1@2")
-    program = " ".join(map(str, agreed.schedule.ranks[1].batch))
-    assert program.endswith("1W2@1 1D2 1W3@1 1D3 1P1 1SP1>0 1N1 1SN1>0 1RN1<0 1RP1<0 1U1@2")
-
-
-# rank, (old, new) words, what the message must say
-ONCE_PER_BATCH = [
-    (
-        0,
-        ("0P1 0SP1>1 0RP1<1 0N1 0SN1>1", "0RP1<1 0N1 0SN1>1 0P1 0SP1>1"),
-        "(0N0): comes before 0P0, whose results it may use",
-    ),
-    (0, ("0N1 0SN1>1 0RN1<1 0U1@2", "0U1@2 0N1 0SN1>1 0RN1<1"), "(0U0@1): comes before 0N0, whose results it may use"),
-    (0, ("0N1 0SN1>1 ", ""), "rank 0: never runs @s0.N for batch 0"),
-    (1, ("1W3@1 1D3 1P1", "1P1 1W3@1 1D3"), "(1P0): uses the gradients of microbatches 0, expected 0..1"),
-    (
-        1,
-        ("1B2@1 1SB2>0 1RF3<0", "1SB2>0 1RF3<0 1W2@1 1B2@1"),
-        "(1W0@0): microbatch 0 has not run backward on stage 1 yet",
-    ),
-    (0, ("0RP1<1 ", ""), "(0N0): runs before its inputs from stage 1 have arrived (0RP0<1)"),
-    (0, ("0RN1<1 ", ""), "(0U0@1): runs before its inputs from stage 1 have arrived (0RN0<1)"),
-    (1, ("1RP1<0 ", ""), "(1U0@1): runs before its inputs from stage 0 have arrived (1RP0<0)"),
-    (0, ("0SN1>1 ", ""), "(0N0): its results are never sent to stage 1 (0SN0>1)"),
-    (1, ("1P1 1SP1>0", "1SP1>0 1P1"), "(1SP0>0): sends what 1P0 has not computed yet"),
-]
-
-
-@pytest.mark.parametrize(("rank", "pair", "said"), ONCE_PER_BATCH, ids=[said for *_, said in ONCE_PER_BATCH])
-def test_what_is_done_once_per_batch_has_its_place(agreed, rank, pair, said):
-    assert said in message(edited(agreed, rank, pair))
-
-
-def test_what_comes_too_early_is_told_once(agreed):
-    text = message(edited(agreed, 1, ("1W3@1 1D3 1P1 1SP1>0 1N1 1SN1>0", "1N1 1W3@1 1D3 1P1 1SP1>0 1SN1>0")))
-    assert "(1N0): uses the gradients of microbatches 0, expected 0..1" in text
-    assert "comes before" not in text
-
-
-def test_weight_gradients_are_not_added_to_a_sum_that_was_not_taken(agreed):
-    late = edited(agreed, 1, (" 1U1@2", ""), ("1W2@1", "1W2@1 1U0@1"))
-    said = "adds to @v.grad before the sum of batch 0 was taken from that buffer; 1 buffer is kept"
-    assert said in message(late, "versioned")
-    # The sum may be taken between a backward and the weight gradients that come after it.
-    between = edited(pipeline(parse_module(AGREED), "zb-1f1b", 2, delay=1), 1, (" 1U1@2", ""), ("1B2@0", "1B2@0 1U0@1"))
-    check(between, ("versioned",))
-    plain = edited(agreed, 0, (" 0U1@2", ""), (" 0P1 ", " "), ("0B2@1", "0B2@1 0P0 0U0@1"))
-    assert "adds to @t.grad before the sum of batch 0 was taken from that buffer; 1 buffer is kept" in message(
-        plain, "versioned"
-    )
-    spare = {name: replace(var, versions=2) if var.role == "grad" else var for name, var in late.vars.items()}
-    assert "adds to" not in message(late.but(vars=spare), "versioned")
-
-
-def test_edges_of_what_is_handed_out_once_per_batch(agreed):
-    for edge in agreed.edges[2:]:
-        left = tuple(other for other in agreed.edges if other != edge)
-        taker = {"P": {0: "N", 1: "U"}[edge.dst], "N": "U"}[edge.phase]
-        (value,) = edge.values
-        place = f"edge {edge.src}>{edge.dst} {edge.phase}"
-        assert (
-            f"{place}: there is none, but @s{edge.dst}.{taker} takes {value!r} from @s{edge.src}.{edge.phase}"
-            in message(agreed.but(edges=left))
-        )
 
 
 def test_a_rank_may_wait_for_itself(toy):
