@@ -56,19 +56,24 @@ class SourceFile:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, in the order of `ast.walk`."""
+        return list(ast.walk(self.tree))
+
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
 
     def classes(self) -> Iterator[ast.ClassDef]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.ClassDef):
                 yield node
 
     def docstrings(self) -> Iterator[tuple[int, str]]:
         """Yield the docstrings, each with the line of what it describes."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
 
@@ -81,8 +86,15 @@ class SourceFile:
             block = [comment for _, comment in group]
             yield block[0].start[0], "\n".join(comment.string.removeprefix("#").removeprefix(" ") for comment in block)
 
-    def imports(self) -> Iterator[tuple[str, str, int, bool]]:
+    def imports(self) -> list[tuple[str, str, int, bool]]:
         """Give (module, name, line, lazy) of every import; the name is empty where a whole module is imported."""
+        return self._imports
+
+    @cached_property
+    def _imports(self) -> list[tuple[str, str, int, bool]]:
+        return list(self._found_imports())
+
+    def _found_imports(self) -> Iterator[tuple[str, str, int, bool]]:
         pending: list[tuple[ast.AST, bool]] = [(self.tree, False)]
         while pending:
             node, lazy = pending.pop()

@@ -149,8 +149,7 @@ PAIRS = {
 
 
 def modules_in_circles(sources: Sources) -> list[str]:
-    kept = {name: SourceFile(source.name, source.path, source.text) for name, source in sources.items()}
-    return [str(arrow) for group in _circles_beside(kept) for arrow in group]
+    return [str(arrow) for group in _circles_beside(sources) for arrow in group]
 
 
 def _circles_beside(sources: Sources) -> list[list[Arrow]]:
@@ -188,7 +187,7 @@ def unregistered_names(sources: Sources) -> list[str]:
     for source in sources.values():
         if source.name in TABLES:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)
@@ -274,20 +273,21 @@ def vague_names(sources: Sources) -> list[str]:
     """List classes and local names that do not say what they hold. Fields of classes may be keys of files."""
     lines = []
     for source in sources.values():
-        fields = {field for cls in source.classes() for statement in cls.body for field in ast.walk(statement)}
-        fields -= {node for function in source.functions() for node in ast.walk(function)}
-        for node in ast.walk(source.tree):
+        vague = []
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef) and (source.name, node.name) not in CLEAR_CLASSES:
                 lines += [f"{source.name}:{node.lineno} class {node.name}"] * (node.name.lstrip("_") in VAGUE_CLASSES)
-            if node in fields:
-                continue
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES:
-                lines.append(f"{source.name}:{node.lineno} {node.id} = ...")
+                vague.append(node)
+        if vague:
+            fields = {field for cls in source.classes() for statement in cls.body for field in ast.walk(statement)}
+            fields -= {node for function in source.functions() for node in ast.walk(function)}
+            lines += [f"{source.name}:{node.lineno} {node.id} = ..." for node in vague if node not in fields]
     return lines
 
 
 def _docstrings(source: SourceFile) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text and text.split():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -22,6 +23,14 @@ from penstock.ir.types import FLOATS, TensorType, numpy_dtype, parse_type
 
 # Largest error allowed, as a part of the largest value of the result.
 TOLERANCE = {"f32": 2e-5, "f64": 1e-12}
+
+# Targets of a test, with every how-manieth of its cases: machines with shorter vectors run a few, and all of them in
+# slow tests.
+ON_TARGETS = [
+    ("host", 1),
+    *((target, 5) for target in ("x86-64-v3", "x86-64-v2")),
+    *(pytest.param(target, 1, marks=pytest.mark.slow) for target in ("x86-64-v3", "x86-64-v2")),
+]
 
 
 def value(name: str, text: str) -> Value:

@@ -63,7 +63,7 @@ def chain(name: str = "s0.F") -> Graph:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_the_library_holds_machine_code_of_that_architecture_and_no_source(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,8 @@ ptxas info    : Used 12 registers, used 0 barriers
 @needs_nvcc
 def test_inspect_prints_resources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "module.ir"
-    file.write_text(print_module(planned(tiny(tmp_path))))
+    model = api.from_torch(torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.GELU()), (torch.zeros(4, 16),))
+    file.write_text(print_module(api.plan(model, Cluster.listed("sm_90"), cuda_libraries="none").module))
     assert main(["inspect", str(file), "--kernels", "--ptxas"]) == 0
     out = capsys.readouterr().out
     assert "0 with spilled registers" in out

@@ -13,7 +13,7 @@ from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import Graph
 from penstock.ir.ops import make
 
-from ...cases import ConvCase, build, compare, make_args, value
+from ...cases import ON_TARGETS, ConvCase, build, compare, make_args, value
 
 SAME = (1, 1, 1, 1)
 CASES = {
@@ -37,10 +37,12 @@ CASES = {
 }
 # Gradients that have several phases, or sum over several filters.
 OTHERS = [name for name, case in CASES.items() if any(s > 1 for s in case.strides) or case.w[0] > case.groups]
+# Gradients of most cases are the same kernel with another border: every third of them is compiled.
 GRAPHS = {
     (name, gradient): case.graph(f"s0.{'d' if gradient else 'f'}{i}", gradient)
     for i, (name, case) in enumerate(CASES.items())
     for gradient in (False, True)
+    if not gradient or name in OTHERS or i % 3 == 0
 }
 
 
@@ -49,11 +51,12 @@ def is_by_planes(graph: Graph, target: str = "host") -> bool:
     return "taps" in str(plan_kernels(graph, machine_of(target)).steps[0].kernel.function)
 
 
-@pytest.mark.parametrize("target", ["host", "x86-64-v3", "x86-64-v2"])
-def test_planes_are_the_interpreters(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "step"), ON_TARGETS)
+def test_planes_are_the_interpreters(target: str, step: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    program = build(list(GRAPHS.values()), tmp_path, target)
-    for (name, gradient), graph in GRAPHS.items():
+    chosen = dict(list(GRAPHS.items())[::step])
+    program = build(list(chosen.values()), tmp_path, target)
+    for (name, gradient), graph in chosen.items():
         assert not compare(program, graph, make_args(graph, rng)), f"{name}, gradient: {gradient}"
 
 
