@@ -28,14 +28,13 @@ from . import (
 )
 from .data import HALF, nasty
 from .related import RELATED
-from .table import INTERPRETED, REFUSED, SAMPLES, Refused, Sample, fill, is_open, refuse, samples_of, touched, unsampled
+from .table import REFUSED, SAMPLES, Refused, Sample, fill, is_open, refuse, samples_of, touched, unsampled
 
 FAMILIES = (sources, elementwise, draws, layout, reductions, contractions, quantised, windows, rows, indexing, training)
 
 __all__ = [
     "FAMILIES",
     "HALF",
-    "INTERPRETED",
     "REFUSED",
     "RELATED",
     "SAMPLES",

@@ -64,8 +64,6 @@ class Refused:
         return f"{self.kind}({', '.join(self.types)}{''.join(f', {k}={v}' for k, v in self.attrs.items())})"
 
 
-# Rows that the reference back end alone runs.
-INTERPRETED = ("attend", "pick")
 SAMPLES: list[Sample] = []
 REFUSED: list[Refused] = []
 

@@ -12,7 +12,18 @@ from penstock.backends.tvm.cuda.kernels.generate import KINDS
 from penstock.backends.tvm.cuda.torch_calls import CALLS
 
 # One of each way to use threads and memory.
-SOME = ("gelu", "transpose", "sum", "softmax", "matmul", "max_pool_grad", "gather_grad", "attention_grad")
+SOME = (
+    "gelu",
+    "transpose",
+    "sum",
+    "softmax",
+    "matmul",
+    "max_pool_grad",
+    "gather_grad",
+    "attention_grad",
+    "attend",
+    "pick",
+)
 
 
 def test_rows_agree_with_the_interpreter_and_leave_nothing_behind(program: Callable[..., Any], tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from penstock.ir.ops import complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 from penstock.support.errors import UnsupportedModel
 
-from . import quantised, sorting
+from . import caches, quantised, sorting
 from .attention import emit_attention, emit_attention_grad
 from .body import DeviceBody
 from .library import library_call
@@ -296,11 +296,9 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
 
 # ---------------------------------------------------------------------------------------- the table
 
-_CACHES = ("put", "attend", "pick")
-
 # Every other operation has the generator for CPUs, with the loops of DeviceLoops.
 MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
-    **{kind: generator for kind, generator in kernels.MAIN.items() if kind not in _CACHES},
+    **kernels.MAIN,
     "attention": emit_attention,
     "attention_grad": emit_attention_grad,
     "matmul_q": quantised.emit_matmul_q,
@@ -314,6 +312,9 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
     "scatter": emit_scatter,
     "cumsum": emit_cumsum,
     "topk": emit_topk,
+    "put": caches.emit_put,
+    "attend": caches.emit_attend,
+    "pick": caches.emit_pick,
 }
 
 
@@ -326,7 +327,7 @@ def generate(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
     if any(op.attrs.get("library") for op in group.ops):
         return _promised_call(group)
     body = _empty(group, machine)
-    emit_group(body, dict.fromkeys((*MAIN, *_CACHES), _emit_main))
+    emit_group(body, dict.fromkeys(MAIN, _emit_main))
     return body.kernel()
 
 
@@ -347,8 +348,6 @@ def _promised_call(group: Fusion) -> GeneratedKernel:
 
 
 def _emit_main(body: DeviceBody, op: Op) -> None:
-    if op.kind in _CACHES:
-        raise NotOneKernel(f"{op.kind} has loops for CPUs only")
     MAIN[op.kind](body, body.widened(op))
 
 

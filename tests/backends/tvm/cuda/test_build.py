@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracles.cuda.resources import checked, excesses
-from samples import INTERPRETED, SAMPLES
+from samples import SAMPLES
 
 from penstock.backends.interface import CompileOptions
 from penstock.backends.registry import backend_of
@@ -166,7 +166,7 @@ def test_a_stage_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path) -> Non
 def test_every_sample_of_every_row_compiles_and_spills_nothing(architecture: str, part: int, tmp_path: Path) -> None:
     if architecture not in cuda_build.known_architectures():
         pytest.skip(f"{cuda_build.nvcc_version()} makes no code for {architecture}")
-    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(SAMPLES[part::8]) if s.kind not in INTERPRETED]
+    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(SAMPLES[part::8])]
     viewer = Shown()
     built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture, viewer=viewer))
     (image,) = device_code(built.path)

@@ -19,7 +19,7 @@ from tvm import tirx
 from penstock.backends.tvm.cuda.pipeline import PIPELINE
 from penstock.backends.tvm.cuda.target import cuda_target, device_machine
 from penstock.backends.tvm.lower.lower import plan_kernels
-from penstock.ir.graph import Graph
+from penstock.ir.graph import Graph, signature
 from penstock.runtime.state.store import allocate
 
 
@@ -51,8 +51,9 @@ class SourceProgram:
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         name, owner, kernel = self.kernels[graph]
         outs = [allocate(v.type) for v in kernel.outs]
-        named = dict(zip(owner.ins, args, strict=True))
-        given = [*(named[v] for v in kernel.ins), *outs]
+        named = dict(zip(owner.ins, args[: len(owner.ins)], strict=True))
+        slots = dict(zip(signature(owner).slots, args[len(owner.ins) :], strict=True))
+        given = [*(named[v] for v in kernel.ins), *(slots[slot] for slot in kernel.slots), *outs]
         # Parameter b3 of the function is seen through the flat buffer f3.
         memory = {f"f{p.name[1:]}": tensor for p, tensor in zip(kernel.function.params, given, strict=True)}
         number = 0
