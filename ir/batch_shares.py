@@ -17,19 +17,21 @@ from typing import Any
 import numpy as np
 
 from .action_kinds import BACKWARD, FORWARD
-from .graph import Module
+from .graph import MICROBATCH, Module
 from .schedule import READERS
 from .types import TensorType
 
 
 def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
-    """Return the module inputs that a stage takes from the data, rather than from another stage."""
+    """Return the module inputs that a stage takes from the data, rather than from another stage; sizes of requests
+    among them."""
     received = {value.name for edge in module.edges if edge.dst == stage for value in edge.values}
-    names = {value.name for value in module.data_inputs} - received
+    listed = [value.name for value in module.inputs if value.name != MICROBATCH]
+    names = set(listed) - received
     graphs = [module.stage_graph(stage, kind) for kind in READERS]
     read = {value.name for graph in graphs if graph is not None for value in graph.ins}
     sent = {value.name for edge in module.edges if edge.src == stage and edge.phase == FORWARD for value in edge.values}
-    return tuple(value.name for value in module.data_inputs if value.name in names & (read | sent))
+    return tuple(name for name in listed if name in names & (read | sent))
 
 
 def share_of(module: Module, rank: int) -> list[int]:

@@ -68,6 +68,7 @@ from penstock.support.terminal import say
 
 from .inference import Inference, Inputs
 from .ranks import start_ranks, whole_parameters
+from .sized_inference import SizedInference
 from .texts import JobText
 
 _NO_MORE: Any = object()
@@ -124,7 +125,8 @@ class Job(JobText):
         self._begin_records()
         start = self._find_start(options)
         self.workers = start_ranks(bundle, self._setup(options, start), start, options)
-        self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
+        kind = SizedInference if self.module.bounds else Inference
+        self.inference = None if self.trains else kind(self.workers, bundle, self._fed, mode, queue, self._note)
 
     def _begin_records(self) -> None:
         """Begin the lists, by rank, of what the workers report of themselves."""

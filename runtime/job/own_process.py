@@ -42,8 +42,8 @@ from penstock.runtime.state.store import as_array
 from penstock.runtime.worker.worker import peak_bytes
 from penstock.support.errors import VerifyError
 
-from .in_process import LoadedModel, LoadedStage
-from .rungs import LoadedLadder
+from .in_process import LoadedModel
+from .rungs import load_bundle
 
 _POLL_SECONDS = 0.2
 
@@ -57,8 +57,7 @@ class OwnProcess:
 
     def __init__(self, bundle: Bundle, setup: Setup, start: Start) -> None:
         self.bundle = bundle
-        self._start, self._stage = start, LoadedStage(bundle, start)
-        self.model = LoadedModel(bundle, start, self._stage)
+        self.model = load_bundle(bundle, start)
         # As of Workers: the directory of checkpoints, for messages.
         self.checkpoints: str | None = None
         self.ended = False
@@ -69,7 +68,7 @@ class OwnProcess:
     @cached_property
     def generator(self) -> TextGenerator:
         """The generator of text, over the variables of the model."""
-        return LoadedLadder(self.bundle, self._start, self._stage).generator
+        return self.model.generator
 
     def send(self, rank: int, message: Record, arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Do what a message asks for, and keep the answer for `receive`. An error ends the rank."""
@@ -86,6 +85,8 @@ class OwnProcess:
             case Serve():
                 pass  # microbatches come with their numbers
             case RequestBatch(mb):
+                # Bundles with bounded dimensions take requests another way (sized_inference.py).
+                assert isinstance(self.model, LoadedModel)
                 self._answer(Output(mb), self.model.compute(arrays, mb))
             case FetchParameters():
                 store = self.model.store

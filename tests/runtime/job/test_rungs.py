@@ -187,3 +187,33 @@ def test_a_model_that_cannot_be_bounded(tmp_path: Path) -> None:
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModel, match=r"(?s)seq cannot be bounded.*output %y: mixes seq"):
         _compiled(tmp_path / "model.onnx", tmp_path / "bundle", {"batch": 6, "seq": "<=8"})
+
+
+def test_job_in_this_process(model: Path, lengths: Path) -> None:
+    judge = _Judge(model)
+    requests = [_inputs(2, seq) for seq in (3, 20, 8, 11)]
+    with ps.open(lengths, timeout=60) as job:
+        judge.check(job.infer(requests[0]), requests[0])
+        futures = [job.submit(request) for request in requests]
+        for request, future in zip(requests, futures, strict=True):
+            judge.check(future.result(60), request)
+        for request, outputs in zip(requests, job.stream(requests), strict=True):
+            judge.check(outputs, request)
+        with pytest.raises(UsageError, match="seq is 21"):
+            job.infer(_inputs(2, 21))
+
+
+@pytest.mark.parametrize("dims", [{"batch": 2, "seq": "<=12:4,12"}, {"batch": "<=2", "seq": "<=6:6"}])
+def test_two_processes(model: Path, tmp_path: Path, dims: Mapping[str, Any]) -> None:
+    bundle = _compiled(model, tmp_path / "bundle", dims, devices=2)
+    judge = _Judge(model)
+    batches = (2,) if dims["batch"] == 2 else (1, 2, 3, 5)
+    requests = [_inputs(batch, seq) for batch in batches for seq in (1, 4, 6)]
+    with ps.open(bundle, timeout=60) as job:
+        for request, outputs in zip(requests, job.stream(requests), strict=True):
+            judge.check(outputs, request)
+        futures = [job.submit(request) for request in requests]
+        for request, future in zip(requests, futures, strict=True):
+            judge.check(future.result(60), request)
+        # Control: the size of a request reaches the ranks, or its mean would be that of twelve rows.
+        assert job.inference is not None
