@@ -65,6 +65,18 @@ def compare(
     return findings
 
 
+def by_name(
+    graph: Graph, findings: SizeFindings, name: str, size: int, places: Mapping[str, Sequence[int]]
+) -> SizeFindings:
+    """Return findings for a graph of a special size, which has fewer operations than those of sizes beside it: values
+    of equal names follow the size alike."""
+    values = {value.name for op in graph.ops for value in op.outs}
+    dims = {value: listed for value, listed in findings.dims.items() if value in values}
+    walk = LengthWalk(graph, name, size, places, {}, expected=dims, by_name=True)
+    walk.run()
+    return SizeFindings(dims, walk.grown, walk.problems, findings.rows and not walk.mixes)
+
+
 def _following(a: TensorType, b: TensorType, name: str, sizes: tuple[int, int]) -> tuple[tuple[int, ...], str]:
     if a.rank != b.rank or a.dtype != b.dtype:
         return (), f"is {a} at {name} {sizes[0]} and {b} at {sizes[1]}"

@@ -1,7 +1,7 @@
 """Tables of indices that depend on a size, as expressions of it.
 
-Exporters compute positions of a length beforehand, and a reader keeps the results as variables: 0, 1, 2, ... up to the
-length. In: a module, the elements of such variables. Out: the module without them. A look-up of all rows in order is
+Exporters compute positions of a length beforehand, and a reader keeps the results as variables, small ones as constants: 0, 1,
+2, ... up to the length. In: a module, the elements of such variables. Out: the module without them. A look-up of all rows in order is
 the table itself, in another shape. Other numbers that grow evenly along each dimension become `iota`.
 """
 
@@ -24,12 +24,17 @@ _MOST = 1 << 22
 def settle(module: Module, tables: Mapping[str, Array]) -> Module:
     """Write variables of whole numbers as expressions, where they grow evenly; `tables` are their elements."""
     wanted = {name for name, array in tables.items() if module.vars[name].type.dtype in INTS and array.size <= _MOST}
-    if not wanted:
+    if not wanted and not any(_is_table(op) for op in module.graphs["main"].ops):
         return module
     graph = drop_dead(_Settler(module.graphs["main"], {name: tables[name] for name in wanted}).run())
     read = {op.var for op in graph.ops if "var" in op.attrs}
     kept = {name: var for name, var in module.vars.items() if name in read or name not in wanted}
     return module.but(vars=kept).with_graph(graph)
+
+
+def _is_table(op: Op) -> bool:
+    """Return whether an operation lists whole numbers: readers write small tables so."""
+    return op.kind == "const" and isinstance(op.attrs["value"], tuple) and op.outs[0].type.dtype in INTS
 
 
 class _Settler:
@@ -66,6 +71,8 @@ class _Settler:
             self.known[op.outs[0].name] = np.asarray(self.tables[op.var])
             self.derived.add(op.outs[0].name)
             return True
+        if _is_table(op):
+            self.derived.add(op.outs[0].name)
         if OPS[op.kind].effect or len(op.outs) != 1 or op.outs[0].type.size > _MOST:
             return False
         if not all(x.name in self.known for x in op.ins):

@@ -6,7 +6,8 @@ gets zeros for padding where it may hold something else. A name with an own form
 is a problem, and so are operations that do not follow these rules. All problems are gathered.
 
 In: a graph, the bounded dimensions of its inputs, and `grown`: bounded dimensions of values that no operand has, such
-as that of a table that is cut to the length. Out: the graph with masks, the layout of every value, and problems.
+as that of a table that is cut to the length. The walk adds to it where it knows what is `expected`: the bounded
+dimensions of every value, or of some `by_name`. Out: the graph with masks, the layout of every value, and problems.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class LengthWalk:
         *,
         clean: bool = False,
         expected: Mapping[str, Sequence[int]] | None = None,
+        by_name: bool = False,
     ) -> None:
         self.graph, self.name, self.size, self.places, self.grown = graph, name, size, places, grown
-        self._expected = expected
+        self._expected, self._by_name = expected, by_name
         self.masks = MaskWriter(Namer.of(graph), name, size)
         self.problems: list[str] = []
         # Values whose elements are all one number: they have any layout.
@@ -133,9 +135,9 @@ class LengthWalk:
 
     def _grown(self, op: Op, value: Value, laid: TensorType) -> tuple[TensorType, str | None]:
         """Return a layout with the bounded dimensions that no operand has, and what is wrong with it."""
-        if self._expected is not None:
+        if self._expected is not None and (not self._by_name or value.name in self._expected):
             have, want = {i for i in range(laid.rank) if laid.axes_of(i)}, set(self._expected.get(value.name, ()))
-            if have - want or (want - have and op.kind not in GROWING):
+            if have - want or (want - have and op.kind not in GROWING and not self._by_name):
                 return laid, f"does not follow {self.name} as its operands do"
             if want - have:
                 self.grown[value.name] = tuple(sorted(want - have))

@@ -22,7 +22,7 @@ from penstock.ir.graph import Module
 from penstock.ir.ladder.bounds import Bound, print_sizes
 from penstock.ir.ladder.ladder import Ladder, Rung, grown_sizes
 from penstock.passes.lengths.bound import BoundOptions, cannot_bound, print_places
-from penstock.passes.lengths.compare import SizeFindings, alike, compare
+from penstock.passes.lengths.compare import SizeFindings, alike, by_name, compare
 from penstock.passes.lengths.settle import settle
 from penstock.passes.manager import Call
 from penstock.planning.facts import replica_shares
@@ -65,7 +65,6 @@ class _Family:
         self.most: Sizes = {name: bound.most for name, bound in self.bounds.items()}
         # Variables that are tables of indices, other ones at every size.
         self.tables: set[str] = set()
-        self.top = self._prepared(self.most)
         self.weights = model.imported.weights
 
     def plan(self) -> Plan:
@@ -75,6 +74,7 @@ class _Family:
         if problems:
             errors = [cannot_bound(name, listed) for name, listed in problems.items()]
             raise UnsupportedModel("\n".join(error.what for error in errors), hint=errors[0].hint)
+        self.top = self._prepared(self.most)
         self.rows = {name: f is None or f.rows for name, f in compared.items()}
         self.inputs = {name: self._places_of_inputs(name) for name in self.bounds}
         self.outputs = {
@@ -84,7 +84,8 @@ class _Family:
         for name in self.bounds:
             # A request is cut into rows only where every output has some of each.
             self.rows[name] &= len(self.outputs[name]) == len(self.top.outputs) and not self.top.draws
-        self.grown = {name: {} if f is None else f.grown for name, f in compared.items()}
+        # Graphs of sizes that were compared, with the dimensions that no operand has.
+        self.known = [(self.top.graphs["main"], {name: {} if f is None else f.grown for name, f in compared.items()})]
         largest = self._planned(self.most, self.options)
         same = _imposed(largest, self.options)
         rungs = [Rung(dict(self.most), largest.module)]
@@ -114,29 +115,31 @@ class _Family:
         known = {name: model.imported.weights[name] for name in self.tables if name in module.vars}
         return settle(module, known)
 
-    def _differing(self, model: Model) -> set[str]:
-        """Return the variables whose elements are others at another size."""
-        ours, theirs = self.weights, model.imported.weights
-        return {name for name in ours.keys() & theirs.keys() if not _equal(ours[name], theirs[name])}
-
     def _compared(self, sizes: Sizes, name: str) -> SizeFindings | None:
         """Compare the model at some sizes with one that is a little smaller, or larger; None where the bound is 1."""
-        if self.bounds[name].most == 1 or sizes[name] == 1:
+        size = sizes[name]
+        if size == 1:
             return None
-        model = self._import(sizes)
-        for other in _near(sizes[name], self.most[name]):
-            beside = {**sizes, name: other}
-            smaller = self._import(beside)
-            self.tables |= self._differing(smaller)
-            module, second = self._prepared(sizes, model), self._prepared(beside, smaller)
-            if sizes == self.most:
-                self.top = module
-            graphs = module.graphs["main"], second.graphs["main"]
-            if alike(*graphs):
-                return compare(*graphs, name, (sizes[name], other), _places(module, second))
-        return SizeFindings(
-            problems=[f"the model has other operations at {name} {sizes[name]} than at sizes beside it"]
-        )
+        models = {size: self._import(sizes)}
+
+        def at(n: int) -> Model:
+            if n not in models:
+                models[n] = self._import({**sizes, name: n})
+            return models[n]
+
+        for base in (size, *(n for n in (size - 1, size - 2) if n > 1)):
+            for other in _near(base, self.most[name]):
+                self.tables |= _differing(at(base), at(other))
+                module, smaller = (self._prepared({**sizes, name: n}, at(n)) for n in (base, other))
+                graph, places = module.graphs["main"], _places(module, smaller)
+                if not alike(graph, smaller.graphs["main"]):
+                    continue
+                findings = compare(graph, smaller.graphs["main"], name, (base, other), places)
+                if base == size or findings.problems:
+                    return findings
+                # A special size, such as that of a whole table: its values follow it as those of its neighbours do.
+                return by_name(self._prepared(sizes, at(size)).graphs["main"], findings, name, size, places)
+        return SizeFindings(problems=[f"the model has other operations at {name} {size} than at sizes beside it"])
 
     def _places_of_inputs(self, name: str) -> dict[str, tuple[int, ...]]:
         if self.most[name] == 1:
@@ -151,24 +154,28 @@ class _Family:
         model = self._import(sizes)
         module = self._prepared(sizes, model)
         self._check_variables(module, model, sizes)
-        same = alike(module.graphs["main"], self.top.graphs["main"])
+        graph = module.graphs["main"]
+        same = next((grown for other, grown in self.known if alike(graph, other)), None)
+        learnt: dict[str, dict[str, tuple[int, ...]]] = {}
         calls = []
         for name, size in sizes.items():
-            grown = self.grown[name]
-            if not same and size > 1 and not self.rows[name]:
+            learnt[name] = {} if same is None else same[name]
+            if same is None and not self.rows[name]:
                 beside = self._compared(sizes, name)
                 if beside is not None and beside.problems:
                     raise cannot_bound(name, beside.problems)
-                grown = beside.grown if beside is not None else grown
+                learnt[name] = beside.grown if beside is not None else {}
             settings = BoundOptions(
                 name,
                 size,
                 print_places(self.inputs[name]),
                 print_places(self.outputs[name]),
-                print_places(grown),
+                print_places(learnt[name]),
                 self.rows[name],
             )
             calls.append(Call("bound", settings))
+        if same is None and min(sizes.values()) > 1:
+            self.known.append((graph, learnt))
         feedback = self.feedback if sizes == self.most else SILENT
         return plan_model(model, self.cluster, None, options, feedback, PreparedModel(module, tuple(calls)))
 
@@ -182,6 +189,12 @@ class _Family:
         ]
         if problems:
             raise cannot_bound(", ".join(self.bounds), problems)
+
+
+def _differing(a: Model, b: Model) -> set[str]:
+    """Return the variables of both whose elements are others."""
+    ours, theirs = a.imported.weights, b.imported.weights
+    return {name for name in ours.keys() & theirs.keys() if not _equal(ours[name], theirs[name])}
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
