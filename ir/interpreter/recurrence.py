@@ -83,7 +83,10 @@ def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict
         raise UsageError("; ".join(problems) or "the module has no inputs", where=module.name)
     count = next(iter(counts.values()))
     parts = [{name: pieces[i] for name, pieces in arrays.items()} for i in range(count)]
-    if len(module.data_inputs) < len(module.inputs):
+    if module.bounds:
+        # Nothing is padded.
+        parts = [{**part, **{bound.input: np.array(bound.size) for bound in module.bounds}} for part in parts]
+    if module.draws:
         parts = [{**part, MICROBATCH: np.array(number * count + i)} for i, part in enumerate(parts)]
     return parts
 

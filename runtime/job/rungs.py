@@ -125,16 +125,29 @@ class SizedRequests:
         full, remainder = divmod(count, most)
         return [most] * full + self._pieces[key][remainder]
 
+    def rows_of(self, arrays: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Return some rows of a request; inputs without rows are whole."""
+        assert self.rows is not None
+        taken = dict(arrays)
+        for name, places in self._into.items():
+            if self.rows in places:
+                dim, times = places[self.rows]
+                taken[name] = arrays[name][(slice(None),) * dim + (slice(start * times, stop * times),)]
+        return taken
+
+    @property
+    def output_axes(self) -> dict[str, int]:
+        """The dimension of outputs along which rows are joined."""
+        return {} if self.rows is None else {name: dims[self.rows][0] for name, dims in self._from.items()}
+
     def padded(
         self, arrays: Mapping[str, Any], rung: Rung[Module], start: int, part: Mapping[str, int]
     ) -> dict[str, Any]:
         """Return the inputs of a rung: rows of the request from `start` on, filled up with zeros."""
         inputs = {}
+        taken = arrays if self.rows is None else self.rows_of(arrays, start, start + part[self.rows])
         for name, places in self._into.items():
-            array = arrays[name]
-            if self.rows in places:
-                dim, times = places[self.rows]
-                array = array[(slice(None),) * dim + (slice(start * times, (start + part[self.rows]) * times),)]
+            array = taken[name]
             shape = list(array.shape)
             for bound, (dim, times) in places.items():
                 shape[dim] = rung.sizes[bound] * times
@@ -160,11 +173,7 @@ class SizedRequests:
         """Return the outputs of a request whose rows were computed in several parts."""
         if len(parts) == 1:
             return parts[0]
-        assert self.rows is not None
-        return {
-            name: np.concatenate([part[name] for part in parts], axis=self._from[name][self.rows][0])
-            for name in parts[0]
-        }
+        return {name: np.concatenate([part[name] for part in parts], axis) for name, axis in self.output_axes.items()}
 
 
 def _shapes(module: Module) -> dict[str, tuple[int, ...]]:

@@ -66,6 +66,18 @@ class SizedInference(Inference):
             raise UsageError("does not fit the model", where=where)
         return self._in_thread(arrays, timeout) if self._thread is not None else self._to_ranks(arrays, sizes, timeout)
 
+    def parts(self, inputs: Inputs, size: int, where: str) -> tuple[int, list[Arrays]]:
+        """Return the rows of inputs, and requests of up to `size` rows each; one request where rows see each other."""
+        arrays = {name: np.asarray(array) for name, array in self.sized.named(inputs).items()}
+        sizes = self.sized.sizes(arrays)
+        if sizes is None:
+            self.layout.request(inputs, where)
+            raise UsageError("does not fit the model", where=where)
+        if self.sized.rows is None:
+            return 1, [arrays]
+        rows = sizes[self.sized.rows]
+        return rows, [self.sized.rows_of(arrays, start, min(start + size, rows)) for start in range(0, rows, size)]
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()

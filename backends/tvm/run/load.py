@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import torch
 
 _THREADS: list[int] = []
+# The first elements of a packed operand, by which others like it are found.
+_FEW = 16
 _is_contiguous, _address = methodcaller("is_contiguous"), methodcaller("data_ptr")
 # The errors of TVM for arguments of other types: the machine raises the first two, kernels for GPUs the third.
 _MISTYPED = (ValueError, RuntimeError, TypeError)
@@ -115,6 +117,8 @@ class TvmProgram:
         # Iterating over results in TVM's own array costs as much as a small kernel.
         self._item: Any = get_global_func("ffi.ArrayGetItem")
         self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
+        # Packed operands by shape, type and their first elements.
+        self._forms: dict[tuple[tuple[int, ...], torch.dtype, bytes], list[torch.Tensor]] = {}
 
     def _entry(self, graph: Graph) -> _Entry:
         sig, of_slots = signature(graph), slot_types(graph)
@@ -176,7 +180,21 @@ class TvmProgram:
                 if (error := self._mistyped(graph, ready, len(sig.ins))) is not None:
                     raise error from None
                 raise
-            self._held[graph] = (self._addresses(graph, ready), packed)
+            self._held[graph] = (self._addresses(graph, ready), [self._shared_form(x) for x in packed])
+
+    def _shared_form(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the operand as another graph has it already, if one does: graphs of several sizes pack alike."""
+        if self.device.type != "cpu" or not packed.numel():
+            return packed
+        import torch  # lazy: heavy
+
+        beginning = packed.view(-1)[:_FEW].clone().view(torch.uint8)
+        key = (tuple(packed.shape), packed.dtype, bytes(beginning.numpy()))
+        for other in self._forms.setdefault(key, []):
+            if other.equal(packed):
+                return other
+        self._forms[key].append(packed)
+        return packed
 
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone: the slots, often far more than inputs, are checked once."""

@@ -31,6 +31,7 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
     """Describe a plan and its prediction on this machine; if it was `searched` for, add the reasons of the search."""
     module, predicted = plan.module, predict_here(plan.module, plan.predicted)
     yield from _ranks(module, predicted)
+    yield from _sizes(plan)
     yield from _mesh(module)
     if plan.search is None:
         yield from _left_over(module)
@@ -48,6 +49,14 @@ def as_json(plan: Plan) -> str:
     if plan.search is not None:
         facts["planner"]["what_if"] = changed_steps(plan.search)
     return json.dumps(facts, indent=2, sort_keys=True)
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    """Describe the rungs of a plan with bounded dimensions. The table above is of the largest."""
+    for bound in plan.module.bounds if plan.ladder is not None else ():
+        assert plan.ladder is not None
+        how = "rows are cut into these sizes" if bound.rows else "filled up to the next of these sizes, and masked"
+        yield f"{bound.name} up to {bound.size}: {', '.join(map(str, plan.ladder.sizes_along(bound.name)))} ({how})"
 
 
 def _pace(predicted: Predicted) -> Iterator[str]:

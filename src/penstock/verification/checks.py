@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,6 +55,7 @@ from .inputs import batches_of
 from .parts import PartsComparison
 from .quantisation import step_share, step_values, told_steps
 from .roundings import Distance, RoundingNoise, relative_error
+from .sizes import compared_sizes, sizes_to_check
 from .verdicts import UNTOLD, Comparison, Judge, report
 
 if TYPE_CHECKING:
@@ -259,8 +260,17 @@ def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
 # ------------------------------------------------------------------------------------------------ bundles
 
 
-def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None, data: str | None = None) -> int:
-    """Run a bundle for real, and compare with the interpreter in float64."""
+def verify_bundle(
+    path: str,
+    *,
+    steps: int,
+    seed: int,
+    tolerance: float | None,
+    data: str | None = None,
+    dims: Mapping[str, int] | None = None,
+) -> int:
+    """Run a bundle for real, and compare with the interpreter in float64. `dims` choose one size of bounded dimensions,
+    of which otherwise all rungs are run."""
     bundle = open_bundle(path)
     reference = bundle.reference
     if reference is None:
@@ -270,6 +280,10 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None, 
     weights, schedule = bundle.weights(), bundle.module.schedule
     trains = "B" in reference.graphs
     assert schedule is not None
+    if dims and not bundle.module.bounds:
+        raise UsageError("--dim: the bundle has no bounded dimension", where=path, hint="leave it out")
+    if bundle.module.bounds:
+        return _verify_sizes(bundle, reference, weights, seed, tolerance, dims or {})
     if bundle.module.is_local:
         batch = batches_of(bundle.module, 1, schedule.microbatches, seed, data, bundle.renamed)[0]
         _verify_parts(bundle, reference, weights, batch, seed)
@@ -363,6 +377,29 @@ def _verify_training(
         for i, loss in enumerate(losses_of_run)
     ]
     return report(rows, "--bisect looks for the pass or the kernel")
+
+
+def _verify_sizes(
+    bundle: Bundle,
+    reference: Module,
+    weights: Arrays,
+    seed: int,
+    tolerance: float | None,
+    dims: Mapping[str, int],
+) -> int:
+    sizes, rounding = sizes_to_check(bundle, dims), round_trips(reference, bundle.module)
+    say(f"{bundle.module.name}: outputs at {counted(len(sizes), 'size')} against the interpreter in float64")
+    limits: list[float] = []
+
+    def runs(inputs: Arrays) -> Any:
+        return _runs(reference.graphs["main"], reference, weights, inputs, rounding=rounding.graphs["main"])
+
+    def compare(judge: Judge[str], what: str, name: str, result: np.ndarray) -> Comparison:
+        if not limits:
+            limits.append(allowed_error(rounding, tolerance, lambda: _errors(judge.rounded, judge.exact)))
+        return judge.compare(what, name, result, limits[0], asked=tolerance is not None)
+
+    return report(compared_sizes(bundle, reference, sizes, seed, runs, compare))
 
 
 def _verify_inference(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ import pytest
 from torch import tensor
 
 import penstock as ps
+from penstock.backends.bundle.format import open_bundle
+from penstock.backends.bundle.writer import Provenance, write_bundle
 from penstock.backends.tvm.compile import pool
+from penstock.commands.parser import main
+from penstock.ir.graph import Module
+from penstock.ir.ladder.ladder import Ladder, Rung
 from penstock.runtime.job.rungs import LoadedLadder
 from penstock.support.errors import UnsupportedModel, UsageError
 
@@ -217,3 +223,53 @@ def test_two_processes(model: Path, tmp_path: Path, dims: Mapping[str, Any]) -> 
             judge.check(future.result(60), request)
         # Control: the size of a request reaches the ranks, or its mean would be that of twelve rows.
         assert job.inference is not None
+
+
+def test_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, judge = tmp_path / "bundle", _Judge(model)
+    words = ["compile", str(model), "--dim", "batch<=4", "--dim", "seq=3", "-o", str(bundle), "--backend", "numpy"]
+    assert main(words) == 0
+    assert "batch up to 4: 1, 2, 4 (rows are cut into these sizes)" in capsys.readouterr().out
+    inputs = _inputs(7, 3)
+    np.savez(tmp_path / "x.npz", **inputs)
+    assert main(["infer", str(bundle), "--input", str(tmp_path / "x.npz"), "--output", str(tmp_path / "y.npz")]) == 0
+    with np.load(tmp_path / "y.npz") as outputs:
+        judge.check(dict(outputs), inputs)
+    capsys.readouterr()
+    assert main(["verify", str(bundle)]) == 0
+    report = capsys.readouterr().out
+    assert all(f"batch={size}: y" in report for size in (1, 2, 4))
+    assert main(["verify", str(bundle), "--dim", "batch=3"]) == 0
+    assert main(["verify", str(bundle), "--dim", "batch=5"]) == 2
+    assert main(["verify", str(bundle), "--dim", "seq=3"]) == 2
+    assert main(["inspect", str(bundle)]) == 0
+    assert main(["inspect", str(bundle), "--memory"]) == 0
+
+
+def test_a_wrong_rung_is_found(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control of `verify`: one rung of a bundle computes something else."""
+    bundle = tmp_path / "bundle"
+    _compiled(model, bundle, {"batch": "<=2", "seq": 3})
+    opened = open_bundle(bundle)
+    rungs = [Rung(rung.sizes, _halved(rung.held) if rung.name == "1" else rung.held) for rung in opened.ladder]
+    ladder = Ladder(rungs)
+    files = {0: [bundle / name for name in opened.manifest.files if name.startswith("stages/")]}
+    write_bundle(
+        tmp_path / "wrong",
+        ladder.largest.held,
+        files,
+        {name: array.copy() for name, array in opened.weights().items()},
+        backend="numpy",
+        plan=opened.plan,
+        provenance=Provenance("", opened.reference),
+        ladder=ladder,
+    )
+    assert main(["verify", str(tmp_path / "wrong")]) == 5
+    assert "batch=1: y" in capsys.readouterr().out
+
+
+def _halved(module: Module) -> Module:
+    (graph,) = module.graphs.values()
+    ops = [op.with_attrs(value=0.25) if op.kind == "const" and op.attrs["value"] == 0.5 else op for op in graph.ops]
+    assert tuple(ops) != graph.ops
+    return module.with_graph(replace(graph, ops=tuple(ops)))

@@ -175,14 +175,15 @@ def _refuse(arguments: Namespace, names: tuple[str, ...], when: bool, why: str) 
 def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
     from penstock.verification.checks import verify_bundle  # lazy: heavy
 
-    if arguments.dim or arguments.known or options.backend:
-        raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
+    if arguments.known or options.backend:
+        raise UsageError("--known and --backend are for models; a bundle has them built in")
     return verify_bundle(
         arguments.model,
         steps=options.steps or 4,
         seed=options.seed or 0,
         tolerance=options.tolerance,
         data=arguments.data,
+        dims=dims_of(arguments.dim),
     )
 
 

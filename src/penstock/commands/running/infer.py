@@ -17,7 +17,7 @@ from argparse import ArgumentParser, Namespace
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.commands.arguments import add_settings, settings_from
 from penstock.support.atomic_files import naming, replacing
@@ -27,11 +27,13 @@ from penstock.support.settings import POSITIVE, SEED, required, setting
 from penstock.support.terminal import StatusLine, say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
     from concurrent.futures import Future
 
     import numpy as np
 
     from penstock.ir.graph import Module
+    from penstock.runtime.job.inference import Inference
     from penstock.runtime.job.job import Job
     from penstock.runtime.messages.control import Arrays
 
@@ -163,8 +165,8 @@ def answer(
             where=str(job.bundle.path),
             hint="compile the model without a loss for inference",
         )
-    whole = inference.layout.request(inputs, where)
-    requests = -(-whole.samples // size)
+    samples, parts, send, axes = _requests(inference, inputs, size, where)
+    requests = len(parts) if isinstance(parts, list) else -(-samples // size)
     # In latency mode no request waits behind another one.
     window = 1 if mode == "latency" else max(inference.queue, 4 * len(job.module.stages))
     line = StatusLine(rewrite_every=0.1)
@@ -182,16 +184,16 @@ def answer(
         if keep:
             pieces.append(outputs)
         if line.due or len(answered) == requests:
-            done = min(len(answered) * size, whole.samples)
-            line.show(f"sample {done}/{whole.samples}  {done / max(answered[-1] - started, 1e-9):.1f} samples/s")
+            done = min(len(answered) * size, samples)
+            line.show(f"sample {done}/{samples}  {done / max(answered[-1] - started, 1e-9):.1f} samples/s")
 
     started = time.monotonic()
     try:
-        for request in inference.layout.cut(whole, size):
+        for request in parts:
             while len(pending) >= window:
                 collect()
             handed = time.monotonic()
-            future = inference.send(request)
+            future = send(request)
             future.add_done_callback(lambda f, handed=handed: note(f, handed))  # type: ignore[misc]
             pending.append((handed, future))
         while pending:
@@ -202,15 +204,29 @@ def answer(
     report = InferReport(
         mode,
         requests,
-        whole.samples,
+        samples,
         size,
         inference.layout.samples,
         seconds,
-        whole.samples / max(seconds, 1e-9),
+        samples / max(seconds, 1e-9),
         _percentiles(latencies),
     )
     names = pieces[0] if pieces else {}
-    return {name: _joined([p[name] for p in pieces], inference.layout.output_axes[name]) for name in names}, report
+    return {name: _joined([p[name] for p in pieces], axes.get(name, 0)) for name in names}, report
+
+
+def _requests(
+    inference: Inference, inputs: Arrays, size: int, where: str
+) -> tuple[int, Iterable[Any], Callable[[Any], Future[Arrays]], Mapping[str, int]]:
+    """Return the number of samples, requests of up to `size` of them, what sends one, and the dimensions along which
+    outputs are joined."""
+    from penstock.runtime.job.sized_inference import SizedInference  # lazy: heavy
+
+    if isinstance(inference, SizedInference):
+        samples, parts = inference.parts(inputs, size, where)
+        return samples, parts, lambda request: inference.submit(request, None), inference.sized.output_axes
+    whole = inference.layout.request(inputs, where)
+    return whole.samples, inference.layout.cut(whole, size), inference.send, inference.layout.output_axes
 
 
 def _percentiles(latencies: list[float]) -> dict[str, float]:
