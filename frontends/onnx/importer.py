@@ -73,13 +73,14 @@ def import_onnx(
     known: Mapping[str, Given] | None = None,
     frozen: str | None = None,
     trained: str | None = None,
+    source: OnnxFile | None = None,
 ) -> Imported:
-    """Import the model at `path` as a Module.
+    """Import the model at `path` as a Module, or an opened `source`, which is used up.
 
     `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs. `frozen` and `trained` are patterns
     of names of initializers.
     """
-    source = OnnxFile(path)
+    source = source or OnnxFile(path)
     where = str(source.path)
     opsets = opsets_of(source)
     graph = source.model.graph

@@ -40,6 +40,8 @@ _NO_OPSET = "No opset import for domain ''"
 _TOLERATED = (_NO_OPSET, _NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)
 # The most elements of a sparse tensor, zeros included.
 MOST_DENSE = 1 << 26
+# Tensors of more bytes are shared by copies of a file.
+_LARGE = 1 << 12
 
 _Nodes = MutableSequence[onnx.NodeProto]
 
@@ -67,11 +69,27 @@ class OnnxFile:
         self.moved = put_in_order(self.model, str(self.path))
         self._folder = self.path.parent.resolve()
         self._files: dict[str, Path] = {}
+        # Findings about the file, and elements that copies of it lack: they share both.
+        self._told: dict[str, str] = {}
+        self._elements: dict[str, np.ndarray] = {}
         for tensor in _tensors(self.model.graph):
             if min(tensor.dims, default=0) < 0:
                 raise UsageError(f"tensor {tensor.name} has a negative size: {list(tensor.dims)}", where=str(self.path))
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 self._span(tensor)
+
+    def copy(self) -> OnnxFile:
+        """Return the file as it is now, for another import of it. The elements of large tensors are shared."""
+        other: OnnxFile = object.__new__(OnnxFile)
+        other.__dict__.update(self.__dict__)
+        other.model = onnx.ModelProto()
+        large = [t for t in self.model.graph.initializer if len(t.raw_data) > _LARGE]
+        self._elements.update((t.name, self.array(t)) for t in large)
+        other.model.CopyFrom(self.model)
+        for tensor in other.model.graph.initializer:
+            if tensor.name in self._elements:
+                tensor.ClearField("raw_data")
+        return other
 
     def check(self) -> str:
         """Return the objection of onnx.checker to the file, "" if it is valid.
@@ -79,6 +97,11 @@ class OnnxFile:
         Four more things count as valid because exporters write them: functions of another opset, tensors without a
         shape, operators that the checker does not have or calls deprecated, and an opset of another domain alone.
         """
+        if "objection" not in self._told:
+            self._told["objection"] = self._checked()
+        return self._told["objection"]
+
+    def _checked(self) -> str:
         light = self._light() if self.moved else None
         problem = _complaint(light or str(self.path))
         for about in _TOLERATED:
@@ -94,6 +117,8 @@ class OnnxFile:
 
     def array(self, tensor: onnx.TensorProto) -> np.ndarray:
         """Return the tensor's elements, read-only."""
+        if tensor.name in self._elements and not tensor.HasField("raw_data"):
+            return self._elements[tensor.name]
         shape = tuple(tensor.dims)
         dtype = self._stored_dtype(tensor)
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -143,10 +168,13 @@ class OnnxFile:
 
     def digest(self) -> str:
         """Compute the sha256 of the model file, then of the name and content of each external file."""
+        if "digest" in self._told:
+            return self._told["digest"]
         total = hashlib.sha256(_hash_file(self.path))
         for location in sorted(self._files):
             total.update(location.encode() + b"\0" + _hash_file(self._files[location]))
-        return total.hexdigest()
+        self._told["digest"] = total.hexdigest()
+        return self._told["digest"]
 
     def _light(self) -> onnx.ModelProto:
         """Copy the model with its large tensors as inputs."""

@@ -100,10 +100,18 @@ def from_onnx(
     trained: str | None = None,
 ) -> Model:
     """Import an ONNX file, as `penstock.from_onnx` does."""
-    from penstock.frontends.onnx import import_onnx  # lazy: heavy
+    from penstock.frontends.onnx import OnnxFile, import_onnx  # lazy: heavy
+
+    if all(isinstance(size, int) for size in (dims or {}).values()):
+        opened, spare = [], None
+    else:
+        # The file is opened once for all sizes. The first import, at the largest, keeps what a bundle has of it.
+        opened = [OnnxFile(path)]
+        spare = opened[0].copy()
 
     def load(sizes: Mapping[str, int]) -> Model:
-        return Model(import_onnx(path, dims=sizes, known=known or {}, frozen=frozen, trained=trained))
+        source = opened.pop() if opened else None if spare is None else spare.copy()
+        return Model(import_onnx(path, dims=sizes, known=known or {}, frozen=frozen, trained=trained, source=source))
 
     return with_bounds(dims or {}, load)
 
