@@ -1,8 +1,9 @@
 """Tables of indices that depend on a size, as expressions of it.
 
-Exporters compute positions of a length beforehand, and a reader keeps the results as variables, small ones as constants: 0, 1,
-2, ... up to the length. In: a module, the elements of such variables. Out: the module without them. A look-up of all rows in order is
-the table itself, in another shape. Other numbers that grow evenly along each dimension become `iota`.
+Exporters compute positions of a length beforehand, 0, 1, 2, ... up to the length. A reader keeps the results as
+variables, small ones as constants. In: a module, the elements of such variables. Out: the module without them. A
+look-up of all rows in order is the table itself, in another shape. Other numbers that grow evenly along each dimension
+become `iota`.
 """
 
 from __future__ import annotations

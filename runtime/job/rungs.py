@@ -128,12 +128,12 @@ class SizedRequests:
     def rows_of(self, arrays: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         """Return some rows of a request; inputs without rows are whole."""
         assert self.rows is not None
-        taken = dict(arrays)
+        chosen = dict(arrays)
         for name, places in self._into.items():
             if self.rows in places:
                 dim, times = places[self.rows]
-                taken[name] = arrays[name][(slice(None),) * dim + (slice(start * times, stop * times),)]
-        return taken
+                chosen[name] = arrays[name][(slice(None),) * dim + (slice(start * times, stop * times),)]
+        return chosen
 
     @property
     def output_axes(self) -> dict[str, int]:
@@ -145,9 +145,9 @@ class SizedRequests:
     ) -> dict[str, Any]:
         """Return the inputs of a rung: rows of the request from `start` on, filled up with zeros."""
         inputs = {}
-        taken = arrays if self.rows is None else self.rows_of(arrays, start, start + part[self.rows])
+        chosen = arrays if self.rows is None else self.rows_of(arrays, start, start + part[self.rows])
         for name, places in self._into.items():
-            array = taken[name]
+            array = chosen[name]
             shape = list(array.shape)
             for bound, (dim, times) in places.items():
                 shape[dim] = rung.sizes[bound] * times
@@ -251,7 +251,7 @@ def load(
 ) -> LoadedModel | LoadedLadder:
     """Check a bundle for inference and load it into this process. It must be of one stage on one device.
 
-    `checkpoint` is a checkpoint of a training of the model, or a directory of them, of which the newest is taken: its
+    `checkpoint` is a checkpoint of a training of the model, or a directory of them, of which the newest is chosen: its
     weights stand in for those of the bundle.
     """
     bundle = open_bundle(path)

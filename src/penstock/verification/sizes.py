@@ -1,7 +1,7 @@
 """The check of a bundle with bounded dimensions: every rung, or one size, against the interpreter.
 
-In: a bundle, sizes. Out: comparisons of what the bundle answers to a request of each size with the reference of the
-largest rung in float64, filled up with padding that is as large as numbers of the model are.
+In: a bundle, sizes. Out: comparisons of the answers to requests of these sizes with the reference of the largest rung
+in float64. That one gets the request filled up, with padding as large as the request's numbers.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _request(
     requests = SizedRequests(bundle)
     padded = requests.padded(named, bundle.ladder.largest, 0, sizes)
     filled = {name: _noisy(padded[outside[name]], ours[name]) for name in ours}
-    taken = {value.name for value in module.inputs}
-    live = {bound.input: np.array(sizes[bound.name]) for bound in module.bounds if bound.input in taken}
+    asked_for = {value.name for value in module.inputs}
+    live = {bound.input: np.array(sizes[bound.name]) for bound in module.bounds if bound.input in asked_for}
     return named, {**filled, **live}
 
 
