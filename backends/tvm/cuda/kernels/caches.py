@@ -6,7 +6,7 @@ In: put, attend, pick. Out: launches of
     attend   128 threads for each row, head of the cache and part of 512 positions. A thread has one position of a
              tile: it reads its key once for all heads of the queries that look at it. Then threads share the columns of
              values. A second launch joins the parts of a row by their largest and sums
-    pick     128 threads for each row of logits. A limit is newest by halving the range of order keys, with the weights
+    pick     128 threads for each row of logits. A limit is found by halving the range of order keys, with the weights
              above it added up by all threads; whole numbers, so the choice is that of every other back end
 
 Nothing is read outside of the operands: lengths and blocks are clamped. Limits: parts behind the end of a sequence are
