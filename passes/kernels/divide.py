@@ -24,6 +24,7 @@ from penstock.ir.graph import ANNOTATIONS, Graph, Op, Value, slot_of
 from penstock.ir.memo import Derived
 from penstock.ir.memory.workspace import INLINE, is_table
 from penstock.ir.ops import VIEWS
+from penstock.ir.types import ITEM_BYTES
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,9 @@ class KernelCutter:
             elif id(maker) not in included:
                 included[id(maker)] = maker
                 stack += reversed(maker.ins)
-        outs = tuple(v for op in ops if op.kind != "take" for v in op.outs if self.readers.get(v, set()) - {name})
+        # What `take` and `put` give is the variable itself.
+        stored = [v for op in ops if op.kind not in ("take", "put") for v in op.outs]
+        outs = tuple(v for v in stored if self.readers.get(v, set()) - {name})
         ordered = tuple(sorted(included.values(), key=lambda op: self.position[id(op)]))
         return Graph(f"{self.graph.name}/{name}", tuple(ins), outs, ordered)
 
@@ -176,7 +179,7 @@ def bytes_moved(body: Graph, ops: Iterable[Op]) -> float:
 
 def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
     """Return the reads and writes of a kernel, reads first. A lookup reads only the rows of its table that it wants,
-    and its gradient changes those."""
+    and its gradient changes those. Of a cache, `put` changes its rows, and `attend` reads the blocks of its table."""
     makers = body.producers()
     defined = {v for op in ops if op.kind != "take" for v in op.outs}
     wanted: dict[Value, dict[Value, float]] = {}
@@ -188,6 +191,8 @@ def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
             for source, count in _read(v, makers, defined).items():
                 if op.kind == "gather" and i == 0:
                     count = min(count, op.outs[0].type.nbytes)
+                elif op.kind == "attend" and i in (1, 2):
+                    count = min(count, op.ins[5].type.size * v.type.nbytes / v.type.dims[0])
                 # Two reads in the same form count once; reads in several forms count at most the whole value.
                 wanted.setdefault(source, {})[v] = count
     for source, forms in wanted.items():
@@ -200,6 +205,8 @@ def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
             scattered = maker is not None and maker in ops and maker.kind == "gather_grad"
             count = float(maker.ins[0].type.nbytes if scattered and maker is not None else op.ins[0].type.nbytes)
             result += [Touch(op.var, count, False), Touch(op.var, count, True)]
+        elif op.kind == "put":
+            result.append(Touch(op.var, float(op.ins[0].type.size * ITEM_BYTES[op.outs[0].type.dtype]), True))
         elif op.kind in ("write", "take"):
             result.append(Touch(op.var, float((op.ins or op.outs)[0].type.nbytes), True))
     return [*result, *(Touch(v, float(v.type.nbytes), True) for v in body.outs)]
