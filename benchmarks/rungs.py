@@ -1,0 +1,168 @@
+"""Bundles with a bounded dimension beside bundles that were compiled for each very size.
+
+In: an ONNX model whose dimensions have names, the sizes of those that stay, and one bound.
+
+    python benchmarks/rungs.py bert.onnx --dim batch=1 --dim 'seq<=512' --results lengths.json
+    python benchmarks/rungs.py resnet50 --dim 'batch<=32' --results batch.json --short
+
+Out: for every size the seconds of one call, the larger of both errors against onnxruntime, and how many compilers ran
+meanwhile. Both bundles are called in turn, and the median of five such pairs counts. Results are kept in the file: a
+run that was ended goes on where it was. `--short` measures few sizes. `resnet50` is written by the program itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+import penstock as ps
+from penstock.backends.tvm.compile.pool import WorkerPool
+from penstock.commands.arguments import bounded_dims_of
+from penstock.models import write_resnet
+from penstock.support.terminal import table
+
+PAIRS = 5
+# The sizes of a short run, as shares of the bound.
+SHARES = (0.02, 0.27, 0.53, 0.79, 1.0)
+
+
+def main() -> None:
+    """Measure all sizes that the results lack, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="an ONNX file, or resnet50")
+    parser.add_argument("--dim", action="append", default=[], help="NAME=INT, and one NAME<=INT")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--short", action="store_true")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="penstock-rungs-"))
+    model = write_resnet(folder / "resnet50.onnx") if arguments.model == "resnet50" else Path(arguments.model)
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    measure(model, bounded_dims_of(arguments.dim), folder, arguments, results)
+    print_table(results)
+
+
+def measure(
+    model: Path, dims: Mapping[str, Any], folder: Path, arguments: argparse.Namespace, results: dict[str, Any]
+) -> None:
+    """Measure each size, and write the results after each."""
+    ((name, bound),) = [(name, size) for name, size in dims.items() if not isinstance(size, int)]
+    sizes = range(1, bound.most + 1) if name == "batch" else range(min(8, bound.most), bound.most + 1)
+    chosen = sorted({max(sizes[0], round(share * bound.most)) for share in SHARES}) if arguments.short else list(sizes)
+    left = [size for size in chosen if str(size) not in results]
+    if not left:
+        return
+    began = time.perf_counter()
+    ladder = ps.load(_compiled(model, dims, folder / "ladder", arguments.threads))
+    results.setdefault("compile_s", time.perf_counter() - began)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = arguments.threads
+    judge = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    for size in left:
+        fixed = {**dims, name: size}
+        # Each has a folder of its own: a library that was loaded once is not read again from its place.
+        exact = ps.load(_compiled(model, fixed, folder / f"exact-{size}", arguments.threads))
+        inputs = _inputs(judge, fixed)
+        outputs = [output.name for output in judge.get_outputs()]
+        expected = dict(zip(outputs, judge.run(outputs, inputs), strict=True))
+        error = max(_error(answer, expected) for answer in (ladder(inputs), exact(inputs)))
+        with Compilers() as compilers:
+            ours, theirs = _pairs(lambda: ladder(inputs), lambda: exact(inputs))  # noqa: B023
+        results[str(size)] = {"ladder_s": ours, "exact_s": theirs, "error": error, "compiled": compilers.count}
+        arguments.results.write_text(json.dumps(results, indent=1) + "\n")
+        shutil.rmtree(folder / f"exact-{size}")
+        print(f"{name} {size}: {ours * 1e3:.2f} ms, {theirs * 1e3:.2f} ms compiled for it", flush=True)
+
+
+def _compiled(model: Path, dims: Mapping[str, Any], out: Path, threads: int) -> Path:
+    cluster = ps.Cluster.local(threads=(threads,))
+    return ps.compile(ps.plan(ps.from_onnx(model, dims=dims), cluster), out)
+
+
+def _inputs(judge: onnxruntime.InferenceSession, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Return inputs of some sizes: small whole numbers, and ones for masks."""
+    rng = np.random.default_rng(0)
+    inputs = {}
+    for value in judge.get_inputs():
+        shape = [sizes[n] if isinstance(n, str) else n for n in value.shape]
+        if "float" in value.type:
+            inputs[value.name] = rng.normal(size=shape).astype(np.float32)
+        elif "mask" in value.name:
+            inputs[value.name] = np.ones(shape, np.int64)
+        else:
+            inputs[value.name] = rng.integers(0, 2 if "type" in value.name else 1000, shape)
+    return inputs
+
+
+def _error(answer: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    """Return the largest difference, by the largest element of each output."""
+    return max(float(np.max(np.abs(answer[n] - x)) / max(np.max(np.abs(x)), 1e-30)) for n, x in expected.items())
+
+
+def _pairs(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """Return the median seconds of two calls that take turns."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for call in (first, second):
+        call()
+    for _ in range(PAIRS):
+        for call, times in zip((first, second), seconds, strict=True):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+class Compilers:
+    """A count of jobs that are given to compilers."""
+
+    count = 0
+
+    def __enter__(self) -> Compilers:
+        self._run = WorkerPool.run
+
+        def counting(pool: WorkerPool, jobs: Any, *more: Any, **named: Any) -> Any:
+            self.count += len(jobs)
+            return self._run(pool, jobs, *more, **named)
+
+        WorkerPool.run = counting  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        WorkerPool.run = self._run  # type: ignore[method-assign]
+
+
+def print_table(results: Mapping[str, Any]) -> None:
+    """Print all sizes, and the worst of them."""
+    rows = {int(size): row for size, row in results.items() if size.isdecimal()}
+    listed = [
+        (
+            str(size),
+            f"{row['ladder_s'] * 1e3:.2f}",
+            f"{row['exact_s'] * 1e3:.2f}",
+            f"{row['ladder_s'] / row['exact_s']:.3f}",
+            f"{row['error']:.1e}",
+            str(row["compiled"]),
+        )
+        for size, row in sorted(rows.items())
+    ]
+    print(table(("size", "ladder ms", "exact ms", "ratio", "error", "compiled"), listed))
+    ratios = {size: row["ladder_s"] / row["exact_s"] for size, row in rows.items()}
+    worst = max(ratios, key=ratios.__getitem__)
+    within = sum(ratio <= 1.1 for ratio in ratios.values())
+    print(f"worst: {ratios[worst]:.3f} at {worst}; {within} of {len(ratios)} sizes within 10 %")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
