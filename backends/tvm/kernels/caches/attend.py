@@ -18,6 +18,8 @@ bits of a row depend on its own sequence alone, not on the turn that it is in. W
 shared by threads, with many one thread does them in order.
 
 Nothing is read outside of the operands, whatever they say: lengths and blocks are clamped.
+
+Limit: a cache in bf16 is widened anew for each query, which takes longer than reading it where queries share a head.
 """
 
 from __future__ import annotations
