@@ -128,3 +128,37 @@ def test_noise_is_seeded() -> None:
     ]
     assert np.array_equal(results[0], results[1])
     assert not np.array_equal(results[0], results[2])
+
+
+def normalisation(width: int, eps: float) -> Graph:
+    text = f"""module @m {{
+  input %x : f32[16,{width}]
+  output %y
+  graph @main(%x : f32[16,{width}]) {{
+    %s : f32[{width}] = const(value=1.0, shape=[{width}], dtype=f32)
+    %b : f32[{width}] = const(value=0.0, shape=[{width}], dtype=f32)
+    %y : f32[16,{width}], %m : f32[16], %r : f32[16] = layer_norm(%x, %s, %b, axis=1, eps={eps!r})
+    return %y
+  }}
+}}
+"""
+    return parse_module(text).graphs["main"]
+
+
+@pytest.mark.parametrize("width", [64, 768, 4096])
+@pytest.mark.parametrize(("mean", "spread"), [(0.0, 1.0), (1.0, 1e-3), (30.0, 1e-3), (100.0, 3e-3)])
+def test_rows_that_hardly_vary_are_normalised_within_their_rounding(mean: float, spread: float, width: int) -> None:
+    """The variance is about eps or less, and the rounding of the mean decides. Torch and two passes of NumPy in float32
+    are within; the control is another eps, a twentieth more, which rounding does not explain."""
+    program, other = normalisation(width, 1e-5), normalisation(width, 1.05e-5)
+    for seed in range(2):
+        x = (mean + spread * np.random.default_rng(seed).standard_normal((16, width))).astype(np.float32)
+        exact, moved = effect(program, [x])
+        limit = allowed_by(moved)
+        assert distance(torch.nn.functional.layer_norm(torch.from_numpy(x), (width,)).numpy(), exact).within(limit)
+        centred = x - x.mean(1, keepdims=True, dtype=np.float32)
+        variance = (centred * centred).mean(1, keepdims=True, dtype=np.float32)
+        assert distance(centred / np.sqrt(variance + np.float32(1e-5)), exact).within(limit)
+        if mean:
+            wrong = run_graph(other, [x], precision=F64)[0]
+            assert not distance(wrong, exact).within(limit)

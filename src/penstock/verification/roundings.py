@@ -3,7 +3,8 @@
 The interpreter runs in float64, and moves numbers where a program in the declared types would round them: results that
 have no place in their type, and operands of everything that adds up, whose partial sums are rounded, too. Numbers that
 are exact in their type stay, so that a program that rounds nowhere is moved nowhere. Each move is a random share of
-SIZE roundings. Of a sum of n terms it is sqrt(n) / LANES times as much, as partial sums of so many lanes err.
+SIZE roundings. Of a sum of n terms it is sqrt(n) / LANES times as much, as partial sums of so many lanes err. Means of
+rows are made in more lanes.
 
 In: a function that runs the program with such noise, and its results in float64 without. Out: for each result how far
 the noise moved it, at most and on the average (root of the mean square). The results of a right program are not much
@@ -64,6 +65,8 @@ _CHOOSE = frozenset(
 _ADD_UP = ("contract", "reduce", "window", "row", "optimizer")
 # Rows whose sums have positive terms alone: nothing cancels in them.
 _POSITIVE = ("softmax", "log_softmax", "cross_entropy")
+# Rows from which their mean is taken: of those that hardly vary, sums have terms of one sign, in full vectors.
+_CENTRED, _VECTOR = ("layer_norm",), 16.0
 _OF_FIRST = ("matmul", "conv", "conv_grad_input", "conv_grad_weight")
 
 
@@ -145,7 +148,8 @@ class RoundingNoise:
         floats = [i for i, v in enumerate(op.ins) if v.type.dtype in FLOATS]
         if not floats or all(np.array_equal(ins[i], np.rint(ins[i])) for i in floats):
             return ins
-        roundoff = _SUM * (1.0 if op.kind in _POSITIVE else max(1.0, sqrt(terms_of(op)) / LANES))
+        lanes = _VECTOR if op.kind in _CENTRED else LANES
+        roundoff = _SUM * (1.0 if op.kind in _POSITIVE else max(1.0, sqrt(terms_of(op)) / lanes))
         moving = floats[:1] if op.kind in _OF_FIRST else floats
         return [self._moved(x, roundoff) if i in moving else x for i, x in enumerate(ins)]
 
