@@ -136,7 +136,8 @@ class Graph:
 @dataclass(frozen=True, slots=True)
 class Var:
     """State that outlives a microbatch. `init` says where the first value comes from: `file` (the
-    weights), `zeros`, or the elements themselves."""
+    weights), `zeros`, or the elements themselves. With a `source`, the weights are computed from those of that variable
+    of the model, in a `form` of ir/interpreter/derived.py."""
 
     name: str
     type: TensorType
@@ -145,6 +146,8 @@ class Var:
     versions: int = 1
     policy: str = ""
     init: str | tuple[float, ...] = "file"
+    source: str = ""
+    form: str = ""
 
 
 # The one axis with a meaning: along it microbatches are dealt out, along every other one ranks share a microbatch.

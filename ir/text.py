@@ -16,7 +16,7 @@ schedule | note
     batch     = "batch %" name " " (dimension | "whole")   where its samples lie, if not along the first dimension
     bound     = "bound " name " " size [" rows"] " : %" name "[" dimension "]" {", %" name "[" dimension "]"}
     var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] \
-[" init " (name | numbers)]
+[" init " (name | numbers)] [" from @" name " as " name]
     edge      = "edge " src ">" dst " " phase " : " value {", " value}
     graph     = "graph @" name "(" [value {", " value}] ") {" {op} ["save " names] "return" [" " names] "}"
     op        = [value {", " value} " = "] kind "(" [argument {", " argument}] ")" [" ; " loc]
@@ -113,7 +113,8 @@ def print_var(var: Var) -> str:
         text += f" policy {var.policy}"
     if isinstance(var.init, tuple):
         return f"{text} init {print_literal(var.init)}"
-    return text + (f" init {var.init}" if var.init != "file" else "")
+    text += f" init {var.init}" if var.init != "file" else ""
+    return text + (f" from @{var.source} as {var.form}" if var.source else "")
 
 
 def _print_fields(fields: Mapping[str, Scalar]) -> str:
@@ -191,7 +192,7 @@ _MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
 _GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
 _VAR = re.compile(
     rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join((*ROLES, *FORMER_ROLES))})(?: versions (\d+))?"
-    rf"(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?"
+    rf"(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?(?: from @({NAME}) as ({NAME}))?"
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
@@ -389,9 +390,10 @@ class _ModuleParser:
         match = _fullmatch(
             _VAR,
             line,
-            f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME|[NUMBER,...]]",
+            f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME|[NUMBER,...]] "
+            "[from @name as FORM]",
         )
-        name, type_text, stage, role, versions, policy, init = match.groups()
+        name, type_text, stage, role, versions, policy, init, source, form = match.groups()
         if name in self.vars:
             raise ValueError(f"@{name} is declared twice")
         self.vars[name] = Var(
@@ -402,6 +404,8 @@ class _ModuleParser:
             int(versions or 1),
             policy or "",
             _parse_init(init or "file"),
+            source or "",
+            form or "",
         )
 
     def _edge(self, line: str) -> None:

@@ -21,6 +21,7 @@ from penstock.passes.partition.split import SplitOptions, split
 from penstock.passes.partition.split_backward import SplitBackwardOptions, split_backward
 from penstock.passes.rewrite.decompose import DecomposeOptions, decompose
 from penstock.passes.rewrite.precision import PrecisionOptions, check_precision, precision
+from penstock.passes.rewrite.quantise import QuantiseOptions, quantise
 from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
@@ -37,6 +38,7 @@ PASSES: dict[str, Pass] = {
     for row in (
         Pass("simplify", simplify, SimplifyOptions),
         Pass("decompose", decompose, DecomposeOptions),
+        Pass("quantise", quantise, QuantiseOptions),
         Pass("precision", precision, PrecisionOptions),
         Pass("bound", bound, BoundOptions),
         Pass("autodiff", autodiff, AutodiffOptions, gives=("differentiated",)),
@@ -84,7 +86,7 @@ class PipelineOptions:
     between stages; `recompute` is what is computed again in the backward pass: auto, none or all; `shares` are how many
     microbatches each device of a stage runs; `library`, where there are GPUs, is who computes contractions on them;
     `guard` what is done about the gradient before it is used; `mesh` the axes of every stage's devices, `layouts` how
-    tensors lie on them."""
+    tensors lie on them; `weights` the bits of weights in inference."""
 
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -96,6 +98,7 @@ class PipelineOptions:
     guard: dict[str, Attr] | None = None
     mesh: str = ""
     layouts: tuple[str, ...] = ()
+    weights: int = 32
 
 
 DEFAULTS = PipelineOptions()
@@ -211,6 +214,13 @@ def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEF
     return [
         PipelineEntry("simplify", {}, "constants first"),
         _decompose(options.library, "composites without a kernel of their own"),
+        PipelineEntry(
+            "quantise",
+            {"bits": options.weights if options.weights < 32 else 8},
+            "before the cut, so that costs are those of the bytes that are read; before products are rounded",
+            options.weights < 32,
+            "--weights",
+        ),
         _precision(options.precision, "when no composite is left that has no kernel"),
         PipelineEntry(
             "bound",

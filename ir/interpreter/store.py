@@ -15,6 +15,7 @@ from penstock.ir.graph import GRAD, Module, Value, Var
 from penstock.ir.types import FLOATS
 from penstock.support.errors import VerifyError
 
+from .derived import DerivedWeights
 from .ops import TYPED, Array, array_dtype
 
 Arrays = Mapping[str, Array]
@@ -70,9 +71,10 @@ def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
 
 
 def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precision: str) -> dict[str, Array]:
-    """Return the first values of variables: the given arrays, or zeros where the variable says so. One VerifyError
-    lists all that are missing or do not fit."""
+    """Return the first values of variables: the given arrays, zeros where the variable says so, or what it is computed
+    from. One VerifyError lists all that are missing or do not fit."""
     values, problems = {}, []
+    weights = DerivedWeights(weights, module.vars)
     for name in names:
         var = module.vars[name]
         value = Value(name, var.type)

@@ -74,6 +74,7 @@ def plan(
     devices: Sequence[Sequence[str]] = (),
     shares: Sequence[Sequence[int]] = (),
     precision: str | None = None,
+    weights: str = "f32",
     recompute: str = "auto",
     cuda_libraries: str = "torch",
     wire: str = "f32",
@@ -89,7 +90,8 @@ def plan(
     of a batch out among them; or `devices` names those of each stage. `shares` are how many of the microbatches each of
     them runs: such that they are done at about the same time if not given.
 
-    `precision` is f32, bf16 or f16; if it is not given, training settings say it. `recompute` says what stages compute
+    `precision` is f32, bf16 or f16; if it is not given, training settings say it. `weights` is the element type of
+    weights that products and lookups read, for inference: f32, bf16, int8 or int4. `recompute` says what stages compute
     again in the backward pass instead of saving it: auto (what the memory of their devices asks for), none or all.
     `cuda_libraries` names the maker of contractions on GPUs: torch, which calls the vendor's libraries, or none. `wire`
     is the element type of float32 activations and gradients on their way between stages: f32, bf16 or f16. `hints` is
@@ -108,6 +110,7 @@ def plan(
         devices=devices,
         shares=shares,
         precision=precision,
+        weights=weights,
         recompute=recompute,
         cuda_libraries=cuda_libraries,
         wire=wire,

@@ -91,6 +91,7 @@ def _add_reading(model: Flags, optional: bool, metavar: str) -> None:
     model.add_argument("model", metavar=metavar, nargs="?" if optional else None)
     add_settings(model, ReadingOptions)
     add_settings(model, PlanOptions, "precision", left_open=True)
+    add_settings(model, PlanOptions, "weights")
 
 
 def _add_dividing(dividing: Flags) -> None:

@@ -21,6 +21,7 @@ from penstock.backends.interface import CompileOptions, all_rungs
 from penstock.backends.registry import backend_of
 from penstock.frontends.imported import Imported
 from penstock.ir.graph import Module
+from penstock.ir.interpreter.derived import DerivedWeights
 from penstock.ir.ladder.ladder import Ladder
 
 from .options import BuildOptions
@@ -54,7 +55,7 @@ def build(plan: Plan, out: str | Path, options: BuildOptions = _DEFAULTS, feedba
     content = Content(
         plan.module,
         plan.reference,
-        imported.weights,
+        DerivedWeights(imported.weights, plan.module.vars),
         facts,
         imported.source_hash,
         lambda folder: keep_source(imported, plan.module, folder),
@@ -113,25 +114,27 @@ def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
     """Store the names of variables. Elements that no stage holds stay with the structure, which is written into
     `folder`."""
     stored = stored_vars(module)
+    # What others were computed from is neither stored nor kept: few bits are to be few bytes.
+    rounded = {var.source for var in stored.values() if var.source}
     structure, state = imported.structure, imported.state
     if state is not None:
         lost = {
             name: imported.weights[variable]
             for variable, names in state.names.items()
-            if variable not in stored
+            if variable not in stored and variable not in rounded
             for name in names
         }
         path = folder / PurePosixPath(REST).name
         write_tensors(path, {**state.unused, **lost})
         return Origin({variable: names for variable, names in state.names.items() if variable in stored}, [path])
     if structure is None:
-        return Origin({name: (imported.names.get(name, name),) for name in stored})
+        return Origin({name: (imported.names.get(name, name),) for name in stored if not stored[name].source})
     from penstock.frontends.onnx.structure import save_structure  # lazy: heavy
 
     names = {variable: (theirs,) for variable, theirs in structure.initializers.items() if variable in stored}
     unstored = {
         theirs: imported.weights[variable]
         for variable, theirs in structure.initializers.items()
-        if variable not in stored
+        if variable not in stored and variable not in rounded
     }
     return Origin(names, save_structure(structure, folder, unstored))

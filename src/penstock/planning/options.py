@@ -16,6 +16,8 @@ from penstock.support.settings import POSITIVE, required, setting, shared
 FLOATS = ("f32", "bf16", "f16")
 # What stands in front of the path of a folder of Hugging Face.
 FOLDER_PREFIX = "hf:"
+# The bits of weights by their names.
+WEIGHTS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class PlanOptions:
         "element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in "
         "training (default: f32)",
         choices=FLOATS,
+    )
+    weights: str = setting(
+        "f32",
+        "element type of weights that products and lookups read, for inference: bf16, or whole numbers of 8 or 4 bits "
+        "in groups of 32 with a scale each (default: f32)",
+        choices=tuple(WEIGHTS),
     )
     recompute: str = setting(
         "auto",

@@ -22,7 +22,7 @@ from penstock.support.words import counted, itemised
 
 from .hints import FollowedLayouts, follow_configurations, follow_hints
 from .model import Model
-from .options import PlanOptions
+from .options import WEIGHTS, PlanOptions
 from .plan import Plan
 from .watching import SILENT, Feedback
 
@@ -152,7 +152,12 @@ def _pipeline(
         library=options.cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else "",
         mesh=options.mesh,
         layouts=layouts_of(options.shard),
+        weights=WEIGHTS[options.weights],
     )
+    if training is not None and options.weights != "f32":
+        raise UsageError(
+            f"weights in {options.weights} cannot be trained", hint="compile for inference, without --loss"
+        )
     module = model.module.but(cluster=cluster)
     if training is None:
         return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, settings)
