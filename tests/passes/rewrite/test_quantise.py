@@ -32,7 +32,7 @@ TEXT = """module @m {
     %r : f32[3,96] = relu(%h)
     %b : f32[40,96] = read(@b)
     %g : f32[3,40] = matmul(%r, %b, tb=true)
-    %t : f32[3,40] = tanh(%g)
+    %t : f32[3,40] = relu(%g)
     %odd : f32[40,30] = read(@odd)
     %y : f32[3,30] = matmul(%t, %odd)
     %table : f32[50,64] = read(@table)

@@ -98,8 +98,10 @@ class Trial:
         self.trained = steps[begin].module if begin < len(steps) else None
         self._later = {id(step.module) for step in steps[begin + 1 :]}
         self.weights: dict[str, Array] = {name: np.asarray(array) for name, array in (weights or {}).items()}
-        for name, var in ((name, var) for step in steps for name, var in step.module.vars.items()):
-            if var.init == "file":
+        variables = {name: var for step in reversed(steps) for name, var in step.module.vars.items()}
+        for name, var in variables.items():
+            # What is computed from another variable has no elements of its own.
+            if var.init == "file" and var.source not in variables:
                 self.weights.setdefault(name, drawn(var, np.random.default_rng([seed, zlib.crc32(name.encode())])))
         self.batches = list(batches) or [synthetic_batch(self.first, self.microbatches, seed, t) for t in range(count)]
         self.parts = microbatches_of(self.first, self.batches[0])
