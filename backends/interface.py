@@ -71,10 +71,14 @@ class StageProgram(Protocol):
         """Run a graph, and give its results and the memory it took beside them, in the order of allocation; None where
         the back end cannot tell. Slower than a call."""
 
-    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Promise that these tensors, one per slot of the graph, keep their values from this call on. The program may
         keep what it derives from them. Calls with other tensors give the right result, too. For graphs that only read
-        their variables."""
+        their variables. Returned are the places of slots that calls do not read from then on."""
+
+    def stand_in(self, graph: str, place: int) -> torch.Tensor:
+        """Return a tensor without memory for a slot that calls of a held graph do not read: the tensor that was held
+        may then be let go."""
 
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone, with these tensors as its slots. They are checked once, and

@@ -17,6 +17,7 @@ from penstock.ir.collective_calls import calls_of
 from penstock.ir.graph import Graph, Module, Op, Slot, signature
 from penstock.ir.interpreter.graphs import run_member
 from penstock.ir.types import numpy_dtype
+from penstock.support.errors import VerifyError
 
 from .interface import DEFAULTS, CompileOptions, Exchange, StageProgram, stage_graphs, without_exchange
 
@@ -106,8 +107,13 @@ class NumpyProgram:
         self._graphs = {g.name: g for g in graphs}
         self._signatures = {g.name: signature(g) for g in graphs}
 
-    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
-        """Hold nothing: operands are used as they are."""
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Hold nothing: operands are used as they are, and all of them are read."""
+        return frozenset()
+
+    def stand_in(self, graph: str, place: int) -> torch.Tensor:
+        """Return no stand-in: every slot is read."""
+        raise VerifyError(f"slot {place} is read", where=f"graph {graph}")
 
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone."""

@@ -81,11 +81,13 @@ class Fusion:
 class PackedWeight:
     """An operand in the kernel's own order. It is made once, by `function`, of variables that do not change.
     `value`, one of the kernel's operands, is the packed form, a list of numbers; `sources` are the values that were
-    read from variables, several where a weight has scales beside it."""
+    read from variables, several where a weight has scales beside it. Equal keys mean equal functions: what one packs
+    serves every kernel of the key."""
 
     function: Any
     value: Value
     sources: tuple[Value, ...]
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def kernel_of(
     if parameters.packing is not None:
         form = parameters.packing
         sources = tuple(values[name] for name in form.sources)
-        packing = PackedWeight(None, packed_value(sources[0], form.dtype, form.size), sources)
+        packing = PackedWeight(None, packed_value(sources[0], form.dtype, form.size), sources, form.key)
         named[f"{form.sources[0]}.packed"] = packing.value
     slots = tuple(Slot(var if variables is None else variables[var], slot) for var, slot in parameters.slots)
     return GeneratedKernel(
@@ -173,7 +175,8 @@ def parameters_of(kernel: GeneratedKernel) -> KernelParameters:
     packing = None
     if kernel.packing is not None:
         kind = kernel.packing.value.type
-        packing = PackedOperand(tuple(v.name for v in kernel.packing.sources), kind.dtype, kind.size)
+        names = tuple(v.name for v in kernel.packing.sources)
+        packing = PackedOperand(names, kind.dtype, kind.size, kernel.packing.key)
     return KernelParameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs), packing)
 
 

@@ -39,11 +39,13 @@ class MakeKernel(msgspec.Struct, frozen=True, tag=True):
 
 
 class PackedOperand(msgspec.Struct, frozen=True):
-    """An operand in the kernel's own order, under the name of its first source with `.packed`."""
+    """An operand in the kernel's own order, under the name of its first source with `.packed`. Equal keys mean that
+    it is packed by the same function."""
 
     sources: tuple[str, ...]
     dtype: str
     size: int
+    key: str
 
 
 class KernelParameters(msgspec.Struct, frozen=True):

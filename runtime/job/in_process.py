@@ -31,20 +31,20 @@ import numpy as np
 import torch
 
 from penstock.backends.bundle.format import Bundle
-from penstock.backends.interface import all_rungs, graph_on_rung
+from penstock.backends.interface import all_rungs, graph_on_rung, stage_graphs
 from penstock.backends.numpy_backend import tensor_of
 from penstock.backends.registry import backend_of
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import COORDINATE, MICROBATCH, Module, Value, signature
 from penstock.ir.ladder.ladder import Rung
-from penstock.ir.liveness import changed_vars
 from penstock.ir.names import shown
 from penstock.ir.types import numpy_dtype
 from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.data.ranges import Range, integer_range
 from penstock.runtime.generation.generator import TextGenerator
 from penstock.runtime.messages.control import Arrays
+from penstock.runtime.state.held import hold_weights
 from penstock.runtime.state.store import TORCH_DTYPES, as_array
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.worker.feeds import number_of
@@ -108,6 +108,7 @@ class LoadedStage:
         # The size of the process before it had any variable of the model.
         self.base_bytes = resident_bytes()
         self.store = load_store(bundle, 0, start.tables, start.place, self.program.device)
+        hold_weights(self.program, self.store, stage_graphs(whole, entry.stage))
         self.microbatch = 0
         self.lock = threading.Lock()
 
@@ -131,8 +132,6 @@ class LoadedModel(GeneratesText):
         called = signature(graph)
         self._slots = [self.store.buffer(slot, None) for slot in called.slots]
         name = graph.name if rung is None else graph_on_rung(bundle.ladder, rung, graph.name)
-        if not changed_vars([graph]):
-            program.hold(name, self._slots)
         self._call = program.bind(name, self._slots)
         outside = shown([value.name for value in module.data_inputs], bundle.renamed)
         self._inputs = [

@@ -229,6 +229,9 @@ class Store:
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
         self.ledger: Ledger | None = None
+        # Variables whose memory was given back, and what reads one of them again.
+        self._gone: set[str] = set()
+        self.reread: Callable[[str], torch.Tensor] | None = None
 
     # -------------------------------------------------------------------------------------------- variables
 
@@ -252,10 +255,20 @@ class Store:
         return [copies[batch % len(copies)] for copies in self._sums]
 
     def newest(self, name: str) -> torch.Tensor:
-        """Return the buffer with the newest contents of a variable."""
+        """Return the buffer with the newest contents of a variable, read again if its memory was given back."""
+        if name in self._gone and self.reread is not None:
+            return self.reread(name)
         if name in self.versioned:
             return self.versioned[name].place(self.versioned[name].newest)
         return self.single[name]
+
+    def let_go(self, name: str, stand_in: torch.Tensor) -> None:
+        """Give back the memory of a variable that has one version and can be read again, and that no graph reads any
+        more."""
+        if name in self.single and self.reread is not None:
+            self.single[name] = stand_in
+            self._gone.add(name)
+            self._by_turn.clear()
 
     def clear(self, name: str) -> None:
         """Fill all buffers of a variable with zeros: the padding of one that is split over devices stays zero."""

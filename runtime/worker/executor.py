@@ -43,6 +43,7 @@ from penstock.ir.schedule import (
 from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
+from penstock.runtime.state.held import hold_weights
 from penstock.runtime.state.settings import Settings, learning_rate, settings_of
 from penstock.runtime.state.store import CPU, Recycled, Store, as_array, fill
 from penstock.runtime.telemetry.device_memory import DeviceMemory
@@ -185,8 +186,7 @@ class Executor:
         self.feed = feed
         if not self._held and not self._changes:
             # Variables keep their values as long as the job runs.
-            for name, slots, _ in self._calls.values():
-                self.program.hold(name, [self.store.buffer(slot, None) for slot in slots])
+            hold_weights(self.program, self.store, self.graphs.values())
             self._held = True
         stream, handlers, expect = (
             ActionStream(self.schedule, self.rank, first, feed, unit, self._readings.settle),

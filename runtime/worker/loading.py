@@ -6,7 +6,7 @@ variable that is split over the devices of its stage, the rank has the local typ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,11 +37,13 @@ def load_store(
     *,
     grow: bool = False,
     summed: Iterable[str] = (),
+    only: Collection[str] | None = None,
 ) -> Store:
-    """Return the state of a rank at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store."""
+    """Return the state of a rank at a checkpoint, or at the beginning; with `only`, that of some variables. `grow` and
+    `summed` are those of a Store."""
     module = bundle.module
     stage = bundle.rank(rank).stage
-    variables = stage_vars(module, stage)
+    variables = {name: var for name, var in stage_vars(module, stage).items() if only is None or name in only}
     mesh, seat = seat_of(module, rank)
     tiles = {name: tile_of(var.type, mesh, seat) for name, var in variables.items()}
     local = {name: replace(var, type=var.type.local(mesh.sizes)) for name, var in variables.items()}
@@ -66,6 +68,8 @@ def load_store(
         )
     else:
         load_state(place, store, variables, tiles)
+    if only is None:
+        store.reread = lambda name: load_store(bundle, rank, tables, place, device, only=(name,)).newest(name)
     return store
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import traceback
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -108,6 +109,9 @@ def _compiled(job: MakeKernel, group: Fusion, machine: TargetMachine) -> KernelM
         return GroupRefused(str(refusal))
     functions = {job.symbol: kernel.function}
     if kernel.packing is not None:
+        text = kernel_text({pack_name("kernel"): kernel.packing.function})
+        kernel = replace(kernel, packing=replace(kernel.packing, key=sha256(text.encode()).hexdigest()[:16]))
+        assert kernel.packing is not None
         functions[pack_name(job.symbol)] = kernel.packing.function
     module = tvm.IRModule(
         {tvm.ir.GlobalVar(name): function.with_attr("global_symbol", name) for name, function in functions.items()}

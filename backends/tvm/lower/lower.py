@@ -2,8 +2,8 @@
 
 In: groups (`make_kernel`), or graphs with their kernels in order (`relax_module`). Out: Kernels with TIR functions, or
 an IRModule with one Relax function per graph, whose parameters follow `penstock.ir.graph.signature`. After those come
-the operands that kernels take in an order of their own. A second function of the graph, with `_pack` to its name, makes
-them of the graph's slots (see group.Packing).
+the operands that kernels take in an order of their own. Functions of the graph with `_pack` and a number to their names
+make them of the graph's slots (see group.PackedWeight).
 
 The virtual machine finds kernels by name, so the module that plans memory needs only the parameters of a kernel.
 `declaration` gives a function with those and an empty body. TVM's passes treat calls of it like any others (in-place
@@ -14,6 +14,7 @@ Limit: Relax functions are built on one stack for the whole process; callers tak
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str
         name = function_name(plan.graph.name)
         packed = _packed(plan)
         if has_packed(plan.graph):
-            _emit_packing(builder, plan, pack_name(name), packed, declared)
+            _emit_packing(builder, plan, name, packed, declared)
         _emit_function(builder, plan, name, function_of, packed, trusting=declared)
     module = builder.get()
     assert isinstance(module, tvm.IRModule)
@@ -132,26 +133,30 @@ def _packed(lowered: Lowered) -> Packed:
 
 
 def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, declared: bool) -> None:
-    """Emit the function that packs: from all slots of the graph to the packed operands, in the order in which the
-    graph's function takes them."""
+    """Emit a function for each packed operand, from the slots that it is made of, in the order in which the graph's
+    function takes operands. One more gives a description (run/forms.py): what packs alike, and which slots are read as
+    they are."""
     types = slot_types(lowered.graph)
-    slots = {
-        s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s]))
-        for s in signature(lowered.graph).slots
-    }
+    slots = signature(lowered.graph).slots
     reads = {op.outs[0]: slot for op in lowered.graph.ops if op.kind == "read" and (slot := slot_of(op)) is not None}
-    with builder.function(name, list(slots.values())):
-        results = []
-        for (value, kernel), packing in packed.items():
-            function = (
-                declaration(pack_name(kernel), [*(v.type for v in packing.sources), value.type])
-                if declared
-                else packing.function
-            )
-            operands = [slots[reads[v]] for v in packing.sources]
-            call = relax.op.call_tir(builder.add_func(function, pack_name(kernel)), operands, relax_type(value.type))
-            results.append(builder.emit(call))
-        builder.emit_func_output(relax.Tuple(results))
+    rows: list[dict[str, Any]] = []
+    for number, ((value, kernel), packing) in enumerate(packed.items()):
+        function = (
+            declaration(pack_name(kernel), [*(v.type for v in packing.sources), value.type])
+            if declared
+            else packing.function
+        )
+        sources = [reads[v] for v in packing.sources]
+        params = [relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s])) for s in sources]
+        with builder.function(pack_name(name, number), params):
+            call = relax.op.call_tir(builder.add_func(function, pack_name(kernel)), params, relax_type(value.type))
+            builder.emit_func_output(builder.emit(call))
+        rows.append({"key": packing.key, "slots": [slots.index(s) for s in sources]})
+    plain = {reads[v] for step in lowered.steps for v in step.kernel.ins if v in reads}
+    plain |= {slot for step in lowered.steps for slot in step.kernel.slots}
+    text = json.dumps({"operands": rows, "plain": sorted(slots.index(s) for s in plain)})
+    with builder.function(pack_name(name), []):
+        builder.emit_func_output(builder.emit(relax.const(np.frombuffer(text.encode(), np.uint8), "uint8")))
 
 
 def _emit_function(

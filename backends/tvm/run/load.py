@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.backends.interface import Exchange, Temporary
-from penstock.backends.tvm.symbols import function_name, has_packed, pack_name, packed_slots
+from penstock.backends.tvm.symbols import function_name, has_packed, pack_name
 from penstock.backends.tvm.tile_permission import allow_tiles
 from penstock.ir.graph import Graph, Signature, Slot, signature, slot_types
 from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.support.errors import UsageError, VerifyError
 
 from .callers import call_from_lasting_thread
+from .forms import GraphForms, PackedForms, forms_of
 from .machine import VirtualMachine
 from .meetings import Meetings
 from .runtime_library import load_runtime
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 _THREADS: list[int] = []
-# The first elements of a packed operand, by which others like it are found.
-_FEW = 16
 _is_contiguous, _address = methodcaller("is_contiguous"), methodcaller("data_ptr")
 # The errors of TVM for arguments of other types: the machine raises the first two, kernels for GPUs the third.
 _MISTYPED = (ValueError, RuntimeError, TypeError)
@@ -110,15 +109,16 @@ class TvmProgram:
         from tvm_ffi import get_global_func  # lazy: heavy
 
         self._entries = {g.name: self._entry(g) for g in graphs}
-        self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
-        # Of these slots are packed operands made; others may change, or move.
-        self._sources = {g.name: packed_slots(g) for g in graphs if has_packed(g)}
         self._taken = torch.utils.dlpack.from_dlpack
+        largest = max((t.nbytes for entry in self._entries.values() for t in entry.types), default=0)
+        self._forms = PackedForms({g.name: self._forms_of(g.name) for g in graphs if has_packed(g)}, largest)
         # Iterating over results in TVM's own array costs as much as a small kernel.
         self._item: Any = get_global_func("ffi.ArrayGetItem")
-        self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
-        # Packed operands by shape, type and their first elements.
-        self._forms: dict[tuple[tuple[int, ...], torch.dtype, bytes], list[torch.Tensor]] = {}
+
+    def _forms_of(self, graph: str) -> GraphForms:
+        name = function_name(graph)
+        text = self._taken(self._machine[pack_name(name)]())
+        return forms_of(bytes(text.tolist()), lambda number: self._machine[pack_name(name, number)])
 
     def _entry(self, graph: Graph) -> _Entry:
         sig, of_slots = signature(graph), slot_types(graph)
@@ -148,7 +148,7 @@ class TvmProgram:
         if self.boundary > 1 or not all(map(_is_contiguous, args)):
             args = self._fitting(graph, args)
         try:
-            forms = self._packed(graph, args[len(sig.ins) :]) if graph in self._packs else ()
+            forms = self._forms.made(graph, args[len(sig.ins) :]) if graph in self._forms.graphs else ()
             returned = function(*args, *forms)
         except _MISTYPED:
             if (error := self._mistyped(graph, args)) is not None:
@@ -168,40 +168,31 @@ class TvmProgram:
         """Run one graph, and give the memory that it took for itself."""
         return watched(self._machine, lambda: self.call(graph, args))
 
-    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
-        """Pack the operands that the graph's kernels take packed; calls with the same tensors for these need not pack
-        them again."""
-        if graph in self._packs:
-            sig = self._entries[graph].signature
-            ready = self._ready(graph, slots)
-            try:
-                packed = list(self._packs[graph](*ready))
-            except _MISTYPED:
-                if (error := self._mistyped(graph, ready, len(sig.ins))) is not None:
-                    raise error from None
-                raise
-            self._held[graph] = (self._addresses(graph, ready), [self._shared_form(x) for x in packed])
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Pack the operands that the graph's kernels take packed; calls with the same tensors need not pack them again.
+        Graphs that pack the same tensors alike share what is packed. Return the places of the slots that calls do not
+        read as they are."""
+        if graph not in self._forms.graphs:
+            return frozenset()
+        sig = self._entries[graph].signature
+        ready = self._ready(graph, slots)
+        try:
+            return self._forms.hold(graph, ready)
+        except _MISTYPED:
+            if (error := self._mistyped(graph, ready, len(sig.ins))) is not None:
+                raise error from None
+            raise
 
-    def _shared_form(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the operand as another graph has it already, if one does: graphs of several sizes pack alike."""
-        if self.device.type != "cpu" or not packed.numel():
-            return packed
-        import torch  # lazy: heavy
-
-        beginning = packed.view(-1)[:_FEW].clone().view(torch.uint8)
-        key = (tuple(packed.shape), packed.dtype, bytes(beginning.numpy()))
-        for other in self._forms.setdefault(key, []):
-            if other.equal(packed):
-                return other
-        self._forms[key].append(packed)
-        return packed
+    def stand_in(self, graph: str, place: int) -> torch.Tensor:
+        """Return a tensor without memory for a slot that calls do not read, of a graph that is held."""
+        entry = self._entries[graph]
+        return self._forms.stand_in(entry.types[len(entry.signature.ins) + place])
 
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone: the slots, often far more than inputs, are checked once."""
         function, count, results, sig, _ = self._entries[graph]
         ready = self._ready(graph, slots)
-        addresses, held = self._held.get(graph, (None, []))
-        forms = [] if graph not in self._packs else held if addresses == self._addresses(graph, ready) else None
+        forms = self._forms.held(graph, ready) if graph in self._forms.graphs else []
 
         def call(ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             # A call looks at all, and says what does not fit.
@@ -228,14 +219,6 @@ class TvmProgram:
             raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
         self._look(graph, slots, len(sig.ins))
         return [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
-
-    def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        where, packed = self._held.get(graph, (None, []))
-        return packed if where == self._addresses(graph, slots) else list(self._packs[graph](*slots))
-
-    def _addresses(self, graph: str, slots: Sequence[torch.Tensor]) -> list[int]:
-        """Return where the variables lie that packed operands are made of."""
-        return [slots[i].data_ptr() for i in self._sources[graph]]
 
     def _look(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> None:
         """Check the places of tensors, which the machine does not. They are the arguments from `first` on."""

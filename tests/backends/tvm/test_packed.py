@@ -244,3 +244,41 @@ def test_what_changes_is_not_packed_ahead() -> None:
     assert any(PACKED in op.attrs for op in w.fused((x,), (y,)).ops)
     w.write(w("relu", weight), "w")
     assert not any(PACKED in op.attrs for op in w.fused((x,), (y,)).ops)
+
+
+def test_the_elements_of_packed_weights_can_be_let_go(tmp_path: Path) -> None:
+    """A stand-in takes the place of a weight that only a packed operand is made of; it has no memory, and is no weight."""
+    graph = linear(20, 256, 96, True)
+    program = build([graph], tmp_path)
+    x, weight, bias = (torch.tensor(a) for a in make_args(graph, np.random.default_rng(4)))
+    before = program.call(graph.name, [x, weight, bias])[0].clone()
+    assert program.hold(graph.name, [weight, bias]) == {0}
+    empty = program.stand_in(graph.name, 0)
+    assert (empty.shape, empty.dtype, empty.is_contiguous()) == (weight.shape, weight.dtype, True)
+    assert torch.equal(program.call(graph.name, [x, empty, bias])[0], before)
+    assert torch.equal(program.bind(graph.name, [empty, bias])([x])[0], before)
+    # Other tensors beside it were never packed with what it stood for.
+    other = torch.ones_like(weight)
+    (expected,) = NumpyProgram([graph]).call(graph.name, [x, other, bias])
+    assert not difference(program.call(graph.name, [x, other, bias])[0], expected)
+    with pytest.raises(VerifyError, match="its own elements let go"):
+        program.hold(graph.name, [empty, bias])
+
+
+def test_graphs_that_pack_alike_share_what_is_packed(tmp_path: Path) -> None:
+    """One row and many read the same panels; a changed weight, or another one, is packed anew."""
+    one, many = (replace(linear(rows, 256, 96, True), name=f"s0.F{rows}") for rows in (1, 40))
+    program = build([one, many], tmp_path)
+    _, weight, bias = (torch.tensor(a) for a in make_args(one, np.random.default_rng(4)))
+    held = program._forms
+    for graph in (one, many):
+        program.hold(graph.name, [weight, bias])
+    (first,), (second,) = (held.held(graph.name, [weight, bias]) or () for graph in (one, many))
+    assert first.data_ptr() == second.data_ptr()
+    weight += 1
+    program.hold(many.name, [weight, bias])
+    (third,) = held.held(many.name, [weight, bias]) or ()
+    assert third.data_ptr() != first.data_ptr()
+    x = torch.ones(2, 40, 96)
+    (expected,) = NumpyProgram([many]).call(many.name, [x, weight, bias])
+    assert not difference(program.call(many.name, [x, weight, bias])[0], expected)

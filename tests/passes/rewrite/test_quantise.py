@@ -131,7 +131,7 @@ def test_a_bundle_has_few_bytes_and_computes_what_it_says(name: str, share: floa
         write_gpt(tmp_path / "gpt.onnx", batch=1, layers=2, width=128, heads=2, vocab=64, positions=16)
     )
     tokens = np.random.default_rng(0).integers(0, 64, (1, 16))
-    plan = ps.plan(model, ps.Cluster.local(1), weights=name)
+    plan = ps.plan(model, ps.Cluster.local(1, threads=[1]), weights=name)
     bundle = ps.compile(plan, tmp_path / "bundle")
     size = sum(path.stat().st_size for path in bundle.rglob("*") if path.parent.name in ("weights", "source"))
     assert size < share * sum(array.nbytes for array in model.imported.weights.values()) + 30000

@@ -12,13 +12,13 @@ from oracles.caches.turns import Array, Sequences, Shape, turn_module, whole_seq
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
-from penstock.backends.tvm.run.load import TvmProgram
+from penstock.backends.tvm.run.forms import GraphForms, PackedForm, PackedForms
 from penstock.frontends.imported import Imported
 from penstock.ir.graph import PARAM, Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.planning.model import Model
-from penstock.runtime.job import in_process
+from penstock.runtime.state import held
 from penstock.support.errors import VerifyError
 
 SHAPE = Shape(rows=8, sequences=3, blocks=24, heads=4, cache_heads=2, size=16)
@@ -74,21 +74,25 @@ def played(run) -> Sequences:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that pack weights, from now on."""
+    """The graphs whose operands are packed, each time one is."""
     calls: list[str] = []
-    made = TvmProgram.__init__
+    plain = PackedForms.__init__
 
-    def init(self: TvmProgram, *args: object, **named: object) -> None:
-        made(self, *args, **named)
-        for name, pack in self._packs.items():
-
-            def counting(*slots: object, name: str = name, pack=pack) -> object:
+    def init(self: PackedForms, graphs: Mapping[str, GraphForms], largest: int) -> None:
+        def counting(name: str, form: PackedForm) -> PackedForm:
+            def pack(*slots: object) -> object:
                 calls.append(name)
-                return pack(*slots)
+                return form.pack(*slots)
 
-            self._packs[name] = counting
+            return replace(form, pack=pack)
 
-    monkeypatch.setattr(TvmProgram, "__init__", init)
+        forms = {
+            name: replace(graph, forms=tuple(counting(name, form) for form in graph.forms))
+            for name, graph in graphs.items()
+        }
+        plain(self, forms, largest)
+
+    monkeypatch.setattr(PackedForms, "__init__", init)
     return calls
 
 
@@ -101,7 +105,7 @@ def test_turns_are_whole_sequences_and_nothing_is_packed_again(bundle: Path, mon
 def test_control_a_condition_on_all_effects_packs_in_every_turn(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted(monkeypatch)
     monkeypatch.setattr(
-        in_process, "changed_vars", lambda graphs: {op.var for graph in graphs for op in graph.ops if op.kind == "put"}
+        held, "changed_vars", lambda graphs: {op.var for graph in graphs for op in graph.ops if op.kind == "put"}
     )
     assert worst(played(ps.load(bundle))) < 1e-4
     assert len(calls) > 3
