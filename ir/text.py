@@ -111,9 +111,8 @@ def print_var(var: Var) -> str:
         text += f" versions {var.versions}"
     if var.policy:
         text += f" policy {var.policy}"
-    if isinstance(var.init, tuple):
-        return f"{text} init {print_literal(var.init)}"
-    text += f" init {var.init}" if var.init != "file" else ""
+    if var.init != "file":
+        text += f" init {print_literal(var.init) if isinstance(var.init, tuple) else var.init}"
     return text + (f" from @{var.source} as {var.form}" if var.source else "")
 
 
@@ -390,8 +389,7 @@ class _ModuleParser:
         match = _fullmatch(
             _VAR,
             line,
-            f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME|[NUMBER,...]] "
-            "[from @name as FORM]",
+            f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init ...] [from @name as FORM]",
         )
         name, type_text, stage, role, versions, policy, init, source, form = match.groups()
         if name in self.vars:
@@ -404,8 +402,7 @@ class _ModuleParser:
             int(versions or 1),
             policy or "",
             _parse_init(init or "file"),
-            source or "",
-            form or "",
+            *(source or "", form or ""),
         )
 
     def _edge(self, line: str) -> None:

@@ -1,8 +1,9 @@
 """Tensors of GGUF files: Q8_0 and Q4_0 as they are, and those of f32, f16 and bf16.
 
-A file has a header, pairs of a key and a value, and for each tensor its name, sizes (the fastest first), type and place
-in the data, which lies behind all of it. Every number is checked against the file before it is used: sizes and places
-within the file, names that stand once, places on the file's alignment. Nothing is read beyond what a tensor needs.
+A file has a header, then pairs of a key and a value. For each tensor it has the name, sizes (the fastest first), the
+type and the place in the data, which lies behind all of it. Every number is checked against the file before it is used:
+sizes and places within the file, names that stand once, places on the file's alignment. Nothing is read beyond what a
+tensor needs.
 
 A block of Q8_0 is a scale f16 and 32 numbers i8. One of Q4_0 is a scale f16 and 16 bytes, whose low halves are the
 first 16 numbers, and whose high halves are the last; 8 is zero.

@@ -5,9 +5,9 @@ where matrices of products by parameters are variables `from @w` (ir/interpreter
 `matmul` becomes `matmul_q` and `gather` becomes `gather_q`; with 16 bits a variable of bf16 is widened where it is
 read. With `act=i8` products round the other operand, too, which is fastest.
 
-A weight stays as it is where anything else reads it, where its rows do not divide into groups, where it is small, and
-where `keep` names it, by regular expressions. Weights that are looked up (embeddings), and those of products whose
-result is an output (the head), have 8 bits where others have 4: few of them carry much.
+A weight stays as it is where anything else reads it, where its rows do not divide into groups, and where it is small.
+`keep` names others that stay, by regular expressions. Weights that are looked up (embeddings), and those of products
+whose result is an output (the head), have 8 bits where others have 4: few of them carry much.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ class _Rewriting:
         kind = "matmul_q" if op.kind == "matmul" else "gather_q"
         if kind == "matmul_q":
             attrs["act"] = self.options.act
-        made = make(kind, (op.ins[1 - place], *values), [op.outs[0].name], op.loc, **attrs)
-        assert made.outs == op.outs, f"{op.kind} became another type"
-        return made
+        product = make(kind, (op.ins[1 - place], *values), [op.outs[0].name], op.loc, **attrs)
+        assert product.outs == op.outs, f"{op.kind} became another type"
+        return product
 
 
 def _turn(op: Op, value: Value) -> str:

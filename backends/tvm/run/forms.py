@@ -89,19 +89,20 @@ class PackedForms:
         """Make the operands of a graph, and keep them. Return the places of slots that are not read as they are."""
         known = self.graphs[graph]
         self._refuse_stand_ins(graph, slots)
-        operands = []
-        for form in known.forms:
-            sources = [slots[place] for place in form.slots]
-            key = (form.key, tuple(x.data_ptr() for x in sources))
-            made = self._made.get(key) if form.key else None
-            if made is None or not made.is_of(sources):
-                operand = form.pack(*sources)
-                made = _MadeOperand(tuple(weakref.ref(x) for x in sources), tuple(x._version for x in sources), operand)
-                self._made[key] = made
-            operands.append(made.operand)
+        operands = [self._operand(form, [slots[place] for place in form.slots]) for form in known.forms]
         places = {place for form in known.forms for place in form.slots}
         self._held[graph] = _HeldGraph({place: slots[place].data_ptr() for place in sorted(places)}, operands)
         return frozenset(range(len(slots))) - known.plain
+
+    def _operand(self, form: PackedForm, sources: Sequence[torch.Tensor]) -> Any:
+        """Return a packed operand, made anew where it is not there yet."""
+        key = (form.key, tuple(x.data_ptr() for x in sources))
+        known = self._made.get(key) if form.key else None
+        if known is not None and known.is_of(sources):
+            return known.operand
+        versions = tuple(x._version for x in sources)
+        self._made[key] = _MadeOperand(tuple(map(weakref.ref, sources)), versions, form.pack(*sources))
+        return self._made[key].operand
 
     def held(self, graph: str, slots: Sequence[torch.Tensor]) -> list[Any] | None:
         """Return the operands that were made of these slots, or of those that stand-ins are there for; else None. Other
