@@ -42,10 +42,15 @@ class GenerationFacts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n"
 
 
+def generates(bundle: Path) -> bool:
+    """Return whether a folder is that of a bundle that generates text."""
+    return (bundle / FOLDER / FACTS).is_file()
+
+
 def read_facts(bundle: Path) -> GenerationFacts:
     """Read the facts of a bundle. Raise UsageError where it was not compiled to generate."""
     path = bundle / FOLDER / FACTS
-    if not path.is_file():
+    if not generates(bundle):
         raise UsageError(
             "the bundle does not generate text",
             where=str(bundle),

@@ -95,7 +95,7 @@ class TextGenerator:
 
     def __init__(self, decode: Decode, facts: GenerationFacts, codec: TextCodec | None, where: str) -> None:
         self.facts, self.codec, self.rates = facts, codec, TextRates()
-        self._decode, self._where = decode, where
+        self.decode, self._where = decode, where
 
     def generate(self, prompt: Prompt, options: GenerationOptions) -> Iterator[str] | Iterator[int]:
         """Yield the text of a prompt in pieces, or its tokens if the prompt is given as tokens."""
@@ -149,7 +149,7 @@ class TextGenerator:
         """Compute a turn, and count it."""
         limits, began = batcher.limits, time.monotonic()
         count = min(turn.rung, limits.sequences)
-        picked = self._decode(turn.rung, turn.arrays(count, limits.blocks_each))
+        picked = self.decode(turn.rung, turn.arrays(count, limits.blocks_each))
         chosen = batcher.take(turn, picked.tolist())
         rates, seconds = self.rates, time.monotonic() - began
         rows = sum(len(share.tokens) for share in turn.shares if not share.chooses or len(share.tokens) > 1)

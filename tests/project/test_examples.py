@@ -41,6 +41,7 @@ SMALL = {
         ],
         str(ROOT / "docs" / "limits.md"),
     ],
+    "generate": ["--backend", "numpy"],
     "hosts": ["--steps", "4", "--backend", "numpy"],
     "hugging_face": ["--steps", "160", "--backend", "numpy"],
     "passes": ["--every", "9"],

@@ -197,7 +197,7 @@ class GenerationSettings:
         None, "tokens of a prompt with its text (default: the model's own, at most 4096)", check=POSITIVE, shown="N"
     )
     sequences: int = setting(
-        8, "texts at once; caches have room for all of them (default: 8)", check=POSITIVE, shown="N"
+        8, "texts at once; caches have room for all of them (default: 8)", check=POSITIVE, shown="N", rare=True
     )
     logits: bool = setting(False, "give the logits beside the tokens, to compare them", rare=True)
 

@@ -133,6 +133,29 @@ def test_a_bundle_that_generates_no_text(tmp_path, capsys):
     refused(["generate", str(out), "--prompt", "x"], capsys, 2, "does not generate text", "hf:FOLDER")
 
 
+def test_verify_compares_with_whole_sequences_without_a_cache(bundle, tmp_path, capsys, monkeypatch):
+    from penstock.runtime.generation.turn import TokenTurn
+
+    write_folder(tmp_path / "m", "gemma2")
+    windowed = tmp_path / "w"
+    words = ["--generate", "--context", "48", "--sequences", "2", "--backend", "numpy"]
+    assert main(["compile", f"hf:{tmp_path / 'm'}", "-o", str(windowed), *words]) == 0
+    for path in (bundle, windowed):
+        assert main(["verify", str(path)]) == 0
+        assert "against whole sequences without a cache: ok" in capsys.readouterr().err
+    # The control: neighbours in a block are swapped.
+    arrays = TokenTurn.arrays
+
+    def swapped(turn, sequences, each):
+        result = arrays(turn, sequences, each)
+        places = result["turn.places"]
+        return {**result, "turn.places": np.where(places >= 0, places ^ 1, places)}
+
+    monkeypatch.setattr(TokenTurn, "arrays", swapped)
+    assert main(["verify", str(bundle)]) == 5
+    assert "FAILED" in capsys.readouterr().err
+
+
 def _compiled(words: list[str]) -> str:
     return str(main(words))
 

@@ -173,10 +173,16 @@ def _refuse(arguments: Namespace, names: tuple[str, ...], when: bool, why: str) 
 
 
 def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
+    from penstock.runtime.generation.facts import generates  # lazy: heavy
     from penstock.verification.checks import verify_bundle  # lazy: heavy
 
     if arguments.known or options.backend:
         raise UsageError("--known and --backend are for models; a bundle has them built in")
+    if generates(Path(arguments.model)):
+        from penstock.backends.bundle.format import open_bundle  # lazy: heavy
+        from penstock.verification.texts import verify_text  # lazy: heavy
+
+        return verify_text(open_bundle(arguments.model), options.seed or 0, options.tolerance)
     return verify_bundle(
         arguments.model,
         steps=options.steps or 4,

@@ -36,7 +36,7 @@ class GenerateOptions:
     temperature: float | None = setting(
         None, "0 takes the likeliest token; else tokens are drawn (default: the model's own)", read=float, shown="T"
     )
-    top_k: int | None = setting(None, "draw from the K likeliest tokens; 0: all", check=WHOLE, shown="K", rare=True)
+    top_k: int | None = setting(None, "draw from the K likeliest tokens; 0: all", check=WHOLE, shown="K")
     top_p: float | None = setting(
         None, "draw from the likeliest tokens that have this share together", read=float, shown="P"
     )
