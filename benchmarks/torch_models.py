@@ -241,22 +241,30 @@ _TABLES = ("wte", "wpe", "word", "position", "segment")
 
 def build(kind: str, sizes: Mapping[str, object], file: Path) -> nn.Module:
     """Make the module `kind` with the weights of the file."""
-    with torch.device("meta"):  # no first weights that are overwritten at once
-        model = MODELS[kind](**sizes)
-    model.load_state_dict(_state_of(model, file), assign=True)
-    return model.train()  # even fresh batch norms have to be switched
-
-
-def _state_of(model: nn.Module, file: Path) -> dict[str, Tensor]:
-    """Map ONNX names to torch's, which differ for the statistics of batch norms.
-
-    Matrices of linear layers are [in, out] in the file.
-    """
     import onnx
     from onnx import numpy_helper
 
     graph = onnx.load(str(file), load_external_data=False).graph
     tensors = {t.name: t for t in graph.initializer}
+    return filled(
+        kind, sizes, {name: numpy_helper.to_array(t, base_dir=str(file.parent)) for name, t in tensors.items()}
+    )
+
+
+def filled(kind: str, sizes: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> nn.Module:
+    """Make the module `kind` with weights that have the names and shapes of ONNX files."""
+    with torch.device("meta"):  # no first weights that are overwritten at once
+        model = MODELS[kind](**sizes)
+    model.load_state_dict(_state_of(model, arrays), assign=True)
+    return model.train()  # even fresh batch norms have to be switched
+
+
+def _state_of(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Map ONNX names to torch's, which differ for the statistics of batch norms.
+
+    Matrices of linear layers are [in, out] in the file.
+    """
+    tensors = dict(arrays)
     ours = {"running_mean": "mean", "running_var": "var"}
     state = {}
     for name, value in model.state_dict().items():
@@ -264,9 +272,7 @@ def _state_of(model: nn.Module, file: Path) -> dict[str, Tensor]:
         if part == "num_batches_tracked":
             state[name] = torch.zeros_like(value, device="cpu")
             continue
-        array = np.array(
-            numpy_helper.to_array(tensors.pop(f"{owner}.{ours.get(part, part)}"), base_dir=str(file.parent))
-        )
+        array = np.array(tensors.pop(f"{owner}.{ours.get(part, part)}"))
         turned = part == "weight" and array.ndim == 2 and owner not in _TABLES
         state[name] = torch.from_numpy(np.ascontiguousarray(array.T) if turned else array)
     left = [name for name in tensors if name.endswith((".weight", ".bias"))]

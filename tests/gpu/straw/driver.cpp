@@ -4,7 +4,9 @@
 // or its device is waited for, and not before. So a result that is read without a wait is never there. Streams run in
 // no order but that which events and the default stream give.
 //
-// Memory has poison in it (0xff, which is NaN in every float), a page without access behind it, and a pattern in the
+// With STRAW_SHARED, a folder, processes see each other's memory on a device, as they do on a GPU.
+//
+// Memory has poison in it (0xff, which is NaN in every float; the largest blocks only at their start), a page without access behind it, and a pattern in the
 // rest of its pages. Freed memory has no access. Kernels are those of a shared library (the "cubin"), which has a table
 // of them; an access outside of all memory ends the kernel, as on a GPU.
 //
@@ -43,6 +45,7 @@ int cudaGetDevice(int* device);
 
 #ifndef STRAW_DRIVER
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -50,6 +53,7 @@ int cudaGetDevice(int* device);
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <deque>
@@ -67,6 +71,7 @@ namespace {
 const size_t PAGE = 4096, BOUNDARY = 256;
 size_t capacity() { const char* n = getenv("STRAW_MEMORY"); return n ? strtoull(n, nullptr, 10) : size_t(1) << 32; }
 const size_t CAPACITY = capacity();
+const size_t LARGEST_POISONED = size_t(256) << 20, TOLD = size_t(1) << 20;
 const unsigned char POISON = 0xff, PATTERN = 0xa5;
 
 struct Stream;
@@ -180,9 +185,34 @@ void look_around(const Block& block, const char* what) {
   memset(block.base + block.size, PATTERN, block.map + block.mapped - PAGE - block.base - block.size);
 }
 
+// Bytes that other processes have told of, each in a file of its number and device.
+size_t used_elsewhere(int device) {
+  const char* folder = getenv("STRAW_SHARED");
+  DIR* files = folder ? opendir(folder) : nullptr;
+  size_t all = 0;
+  while (dirent* file = files ? readdir(files) : nullptr) {
+    int process, other;
+    size_t bytes = 0;
+    if (sscanf(file->d_name, "%d-%d", &process, &other) != 2 || other != device || process == getpid()) continue;
+    if (kill(process, 0)) continue;
+    FILE* text = fopen((std::string(folder) + "/" + file->d_name).c_str(), "r");
+    if (text && fscanf(text, "%zu", &bytes) == 1) all += bytes;
+    if (text) fclose(text);
+  }
+  if (files) closedir(files);
+  return all;
+}
+void tell_used(int device) {
+  static std::map<int, size_t> told;
+  const char* folder = getenv("STRAW_SHARED");
+  if (!folder || device < 0 || used[device] / TOLD == told[device] / TOLD) return;
+  FILE* text = fopen(spelled("%s/%d-%d", folder, getpid(), device).c_str(), "w");
+  if (text) { fprintf(text, "%zu", told[device] = used[device]); fclose(text); }
+}
+
 int allocate(void** out, size_t size, int device) {
   *out = nullptr;
-  if (device >= 0 && used[device] + size > CAPACITY) return recent = NO_MEMORY;
+  if (device >= 0 && used[device] + used_elsewhere(device) + size > CAPACITY) return recent = NO_MEMORY;
   size_t whole = (size + BOUNDARY - 1) / BOUNDARY * BOUNDARY;
   if (!whole) whole = BOUNDARY;
   size_t mapped = (whole + PAGE - 1) / PAGE * PAGE + 2 * PAGE;
@@ -191,10 +221,12 @@ int allocate(void** out, size_t size, int device) {
   mprotect(map, PAGE, PROT_NONE);
   mprotect((char*)map + mapped - PAGE, PAGE, PROT_NONE);
   Block block{(char*)map, (char*)map + mapped - PAGE - whole, mapped, size, device, allocations++};
-  memset((char*)map + PAGE, PATTERN, mapped - 2 * PAGE);
-  memset(block.base, POISON, size);
+  memset((char*)map + PAGE, PATTERN, block.base - (char*)map - PAGE);
+  memset(block.base + size, PATTERN, mapped - PAGE - (block.base - (char*)map) - size);
+  memset(block.base, POISON, std::min(size, LARGEST_POISONED));
   live[block.base] = block;
   used[device] += size;
+  tell_used(device);
   *out = block.base;
   return OK;
 }
@@ -210,6 +242,7 @@ int release(void* address, bool pinned, const char* what) {
   look_around(block, what);
   live.erase(at);
   used[block.device] -= block.size;
+  tell_used(block.device);
   mprotect(block.map, block.mapped, PROT_NONE);
   madvise(block.map, block.mapped, MADV_DONTNEED);
   freed[block.base] = block;
@@ -490,7 +523,7 @@ const char* cudaGetErrorName(int code) { return code == OK ? "cudaSuccess" : cod
 const char* cudaGetErrorString(int code) { return code == OK ? "no error" : code == NO_MEMORY ? "out of memory" : last.c_str(); }
 int cudaGetLastError() { int code = recent; recent = sticky; return code; }
 int cudaPeekAtLastError() { return recent; }
-int cudaMemGetInfo(size_t* free, size_t* total) { LOCKED; *total = CAPACITY; *free = CAPACITY - used[current]; return OK; }
+int cudaMemGetInfo(size_t* free, size_t* total) { LOCKED; *total = CAPACITY; *free = CAPACITY - std::min(CAPACITY, used[current] + used_elsewhere(current)); return OK; }
 
 int cudaMalloc(void** out, size_t size) { LOCKED; return sticky ? sticky : allocate(out, size, current); }
 int cudaFree(void* address) { LOCKED; wait_for_device(side_of(address)); return release(address, false, "cudaFree"); }

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import tomllib
-import venv
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from oracles.repository import ROOT
+from oracles.repository import ROOT, bare_python
 
 import penstock as ps
 from penstock.backends.tvm.run import runtime_library
@@ -52,31 +49,10 @@ class WithLoss(torch.nn.Module):
         return torch.nn.functional.mse_loss(self.network(x), wanted)
 
 
-def needed(requirements: list[str]) -> set[str]:
-    """The distributions of these requirements, and those that they need."""
-    waiting, names = list(requirements), set()
-    while waiting:
-        match = re.match(r"[\w.-]+", waiting.pop())
-        assert match is not None
-        name = re.sub(r"[-_.]+", "-", match[0]).lower()
-        if name not in names:
-            names.add(name)
-            waiting += [line for line in metadata.requires(name) or [] if ";" not in line]
-    return names
-
-
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with the runtime's requirements alone."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.EnvBuilder(symlinks=True).create(folder)
-    (site,) = folder.glob("lib/python*/site-packages")
-    for name in needed(REQUIREMENTS):
-        installed = metadata.distribution(name)
-        for top in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(Path(str(installed.locate_file(top))).absolute())
-    return folder / "bin" / "python"
+    return bare_python(tmp_path_factory.mktemp("environment"), REQUIREMENTS)
 
 
 def said(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
