@@ -22,12 +22,25 @@ using namespace std;
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(n)
-#define alignas(n)
+#define alignas(n) __attribute__((aligned(16)))
 #define CUDART_INF_F INFINITY
 #define CUDART_INF HUGE_VAL
 #define CUDART_NAN_F NAN
 #define CUDART_NAN nan("")
 typedef unsigned char uchar;
+// Vectors are moved as a GPU moves them: from a boundary of their size, or not at all.
+template <class T, int n> struct __attribute__((aligned(n * sizeof(T)))) Vector { T lanes[n]; };
+typedef Vector<float, 2> float2;
+typedef Vector<float, 4> float4;
+typedef Vector<double, 2> double2;
+typedef Vector<int, 2> int2;
+typedef Vector<int, 4> int4;
+typedef Vector<unsigned, 4> uint4;
+typedef Vector<long long, 2> longlong2;
+typedef Vector<uint16_t, 4> half4;
+typedef Vector<uint16_t, 4> nv_bfloat164;
+typedef Vector<uint16_t, 2> half2;
+typedef Vector<uint16_t, 2> nv_bfloat162;
 struct Place { unsigned x; };
 static Place threadIdx, blockIdx;
 static ucontext_t back, at[1024];

@@ -18,6 +18,7 @@ from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr
 from penstock.backends.tvm.target import TargetMachine
 from penstock.ir.graph import Op, Slot, Value
 
+from .chunks import Chunk
 from .threads import NARROW, DeviceFunctions, ThreadEmitter
 
 
@@ -34,6 +35,8 @@ class DeviceBody(Body):
         self.functions = DeviceFunctions(self.emit)
         # Set where all threads of a block compute the same: the condition under which one of them stores it.
         self.alone: Expr | None = None
+        # Set in the loop over the elements of a chunk.
+        self.chunk: Chunk | None = None
 
     def widened(self, op: Op) -> Op:
         """Return the operation on values of the types it is computed in; every call of this object takes them for those
@@ -90,6 +93,26 @@ class DeviceBody(Body):
         else:
             with self.emit.when(self.alone), self.point():
                 yield
+
+    def read(self, buffer: Buffer, value: Value, index: Index) -> Expr:
+        expr = self.chunk.load(buffer, value, index) if self.chunk is not None else None
+        return super().read(buffer, value, index) if expr is None else expr
+
+    def put(self, buffer: Buffer, expr: Expr, value: Value, index: Index) -> None:
+        if self.chunk is None or not self.chunk.store(buffer, expr, value, index):
+            super().put(buffer, expr, value, index)
+
+    @contextmanager
+    def chunked(self, shape: tuple[int, ...], merged: int, size: int, lead: Index, start: Expr) -> Iterator[Expr]:
+        """Open the loop over the elements of a chunk that begins at `start` of its run; gives the element's place in
+        the run."""
+        before = self.emit.block()
+        with self.emit.loop(size, name="lane") as lane:
+            column = self.emit.bind(start + lane, "column")
+            self.chunk = Chunk(self.emit, shape, merged, size, lead, start, column, lane, before)
+            yield column
+            chunk, self.chunk = self.chunk, None
+        chunk.close()
 
     def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
         return super().address(self.own(value), index)

@@ -7,7 +7,6 @@ maximum, the loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import prod
@@ -278,8 +277,7 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
     lines = rows.rows_of(body, shape, len(shape) - 1, len(shape), [logits])
 
     def one_row() -> None:
-        top = lines.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(logits, lines.index(c)))
-        total = lines.one(dtype, 0, add, lambda c: body.functions.exp(body.at(logits, lines.index(c)) - top))
+        top, total = lines.top_and_total(dtype, lambda c: body.at(logits, lines.index(c)))
         lse = emit.bind(body.functions.log(total) + top, "lse")
         body.store_apart(lse_out, lse, lines.row)
         with body.one_thread():

@@ -3,7 +3,8 @@
 In: the loops that the generators of kernels/ request through `Body.loops`: elements of a shape, a reduction, a product.
 Out: launches.
 
-  nest      one thread per element, four for large tensors so that several loads are under way at once
+  nest      one thread per element; for large tensors a thread per 4 or 8 neighbours, which it loads and stores as one
+            (chunks.py), or four elements, so that several loads are under way at once
   reduce    a block for 1 or 32 results: threads add up every G-th element, then halve their number; when there are too
             few results to fill a device, the reduced elements are cut into segments with partial results in memory,
             which a second launch reduces
@@ -15,6 +16,7 @@ Sums are taken in an order that depends on sizes only. Limit: sizes and position
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from tvm import tirx
 from penstock.backends.tvm.kernels.elementwise.elementwise import run_index
 from penstock.backends.tvm.kernels.rows.reduce import Sweep
 from penstock.backends.tvm.kernels.rows.rows import Rows
-from penstock.backends.tvm.kernels.rows.sums import Combine
+from penstock.backends.tvm.kernels.rows.sums import Combine, add
 from penstock.backends.tvm.kernels.tools.body import Body
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel, zero
 from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, ceil_div, literal
@@ -34,6 +36,7 @@ from penstock.ir.graph import Value
 from penstock.ir.types import ITEM_BYTES
 
 from .body import DeviceBody
+from .chunks import chunk_of
 from .threads import ThreadEmitter
 
 Steps = Sequence[tuple[float, Combine]]
@@ -71,6 +74,11 @@ class DeviceLoops:
         total, run, outer = prod(shape), prod(shape[merged:]), shape[:merged]
         if total == 0:
             return
+        values = [v for op in body.group.ops for v in (*op.ins, *op.outs)]
+        size = chunk_of(values, total, run)
+        if size > 1:
+            _emit_chunks(_device(body), shape, merged, size, point)
+            return
         items = _ITEMS if total >= _MANY else 1
         with emit.launch(ceil_div(total, items * THREADS), THREADS) as (block, thread), emit.loop(items) as item:
             position = emit.bind((block * items + item) * THREADS + thread, "i")
@@ -105,6 +113,26 @@ class DeviceLoops:
     def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:
         """Return the row operations of a shape."""
         return DeviceRows(_device(body), shape, first, last, values)
+
+
+def _emit_chunks(
+    body: DeviceBody, shape: tuple[int, ...], merged: int, size: int, point: Callable[[Index], None]
+) -> None:
+    """Emit a nest whose threads take chunks of neighbours."""
+    emit, total, run, outer = body.emit, prod(shape), prod(shape[merged:]), shape[:merged]
+    chunks = total // size
+    with emit.launch(ceil_div(chunks, THREADS), THREADS) as (block, thread):
+        number = emit.bind(block * THREADS + thread, "n")
+        with guarded(body, [number < chunks] if chunks % THREADS else []):
+            if prod(outer) == 1:
+                lead: Index = (zero(),) * merged
+                start = emit.bind(number * size, "start")
+            else:
+                each = run // size
+                lead = bind_index(body, unravel(number // each if each > 1 else number, outer))
+                start = emit.bind(number % each * size, "start") if each > 1 else zero()
+            with body.chunked(shape, merged, size, lead, start) as column:
+                point((*lead, *run_index(shape[merged:], column)))
 
 
 def bind_index(body: Body, index: Index) -> Index:
@@ -250,6 +278,7 @@ class DeviceRows(Rows):
 
     body: DeviceBody
     emit: ThreadEmitter
+    in_one_pass = True
 
     def __init__(
         self, body: DeviceBody, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]
@@ -311,10 +340,45 @@ class DeviceRows(Rows):
                 emit.store(total, combine(emit.load(total, zero()), x), zero())
         if self.across:
             return [emit.bind(emit.load(total, zero())) for total in totals]
+        return self._fold_all(totals, dtype, steps)
+
+    def top_and_total(self, dtype: str, element: Callable[[Expr], Expr]) -> tuple[Expr, Expr]:
+        """Emit both in one pass: whatever is added up is scaled down when a larger element comes."""
+        emit, functions, one = self.emit, self.body.functions, literal(1, dtype)
+        top, total = emit.alloc(1, dtype, "top"), emit.alloc(1, dtype, "total")
+        emit.store(top, literal(-math.inf, dtype), zero())
+        emit.store(total, literal(0, dtype), zero())
+
+        def scale(lower: Expr, upper: Expr) -> Expr:
+            """Return e^(lower - upper), 1 for equal infinities."""
+            distance = tirx.Select(tirx.EQ(lower, upper), literal(0, dtype), lower - upper)
+            return functions.exp_down(emit.bind(distance))
+
+        with self._positions() as c:
+            x, before = emit.bind(element(c), "x"), emit.bind(emit.load(top, zero()), "before")
+            rises = emit.bind(x > before, "rises")
+            step = scale(tirx.Select(rises, before, x), tirx.Select(rises, x, before))
+            sum_before = emit.bind(emit.load(total, zero()))
+            emit.store(total, tirx.Select(rises, sum_before * step + one, sum_before + step), zero())
+            emit.store(top, functions.peak(before, x), zero())
+        if not self.across:
+            mine = emit.bind(emit.load(top, zero()), "mine")
+            (tops,) = self._fold_all([top], dtype, [(-math.inf, functions.peak)])
+            emit.store(total, emit.load(total, zero()) * scale(mine, tops), zero())
+            emit.store(top, tops, zero())
+            (sums,) = self._fold_all([total], dtype, [(0, add)])
+            emit.store(total, sums, zero())
+        largest = emit.bind(emit.load(top, zero()), "top")
+        # An infinite largest element has no distance from itself.
+        infinite = tirx.Or(tirx.EQ(largest, literal(math.inf, dtype)), tirx.EQ(largest, literal(-math.inf, dtype)))
+        return largest, emit.bind(tirx.Select(infinite, literal(math.nan, dtype), emit.load(total, zero())))
+
+    def _fold_all(self, totals: Sequence[Buffer], dtype: str, steps: Steps) -> list[Expr]:
+        """Emit the combination of what all threads have; every thread gets it."""
         shared = fold_threads(self.body, totals, dtype, steps, self._thread, 1, self.threads)
-        folded = [emit.bind(emit.load(buffer, zero())) for buffer in shared]
+        folded = [self.emit.bind(self.emit.load(buffer, zero())) for buffer in shared]
         # No thread writes to the shared buffers again before all have read.
-        emit.barrier()
+        self.emit.barrier()
         return folded
 
     def store(self, element: Callable[[Expr, Index], dict[Value, Expr]]) -> None:

@@ -68,6 +68,10 @@ class ThreadEmitter(Emitter):
         yield
         self.add(tirx.While(condition, self._close()))
 
+    def block(self) -> list[Any]:
+        """Return the statements of the open block."""
+        return self._blocks[-1]
+
     def barrier(self) -> None:
         """Make all threads of the block wait for each other, and see what the other threads wrote to shared memory."""
         self.add(tirx.Evaluate(tirx.call_intrin("void", "tirx.tvm_storage_sync", "shared")))

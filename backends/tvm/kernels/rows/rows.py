@@ -46,6 +46,9 @@ class Rows:
     """Loops over all rows of a tensor along some consecutive axes: outer dimensions, the axis (one run), inner
     dimensions."""
 
+    # True where `top_and_total` passes over a row once.
+    in_one_pass = False
+
     def __init__(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> None:
         self.body, self.emit, self.shape = body, body.emit, shape
         self.outer, self.axis, self.inner = shape[:first], shape[first:last], shape[last:]
@@ -181,6 +184,12 @@ class Rows:
     def one(self, dtype: str, start: float, combine: Combine, element: Callable[[Expr], Expr]) -> Expr:
         return self.reduce(dtype, [(start, combine)], lambda c: [element(c)])[0]
 
+    def top_and_total(self, dtype: str, element: Callable[[Expr], Expr]) -> tuple[Expr, Expr]:
+        """Emit the largest element of a row, and the sum of e^(element - largest)."""
+        functions = self.body.functions
+        top = self.one(dtype, -math.inf, functions.peak, element)
+        return top, self.one(dtype, 0, add, lambda c: functions.exp_down(element(c) - top))
+
     def store(self, element: Callable[[Expr, Index], dict[Value, Expr]]) -> None:
         """Emit the last pass, which stores results at every position of the row."""
         if self.across:
@@ -209,13 +218,18 @@ def emit_softmax(body: Body, op: Op) -> None:
     rows = rows_of(body, x.type.dims, axis, axis + 1, [x])
 
     def one_row() -> None:
-        top = rows.one(dtype, -math.inf, body.functions.peak, lambda c: body.at(x, rows.index(c)))
         if op.kind == "log_softmax":
-            total = rows.one(dtype, 0, add, lambda c: body.functions.exp_down(body.at(x, rows.index(c)) - top))
+            top, total = rows.top_and_total(dtype, lambda c: body.at(x, rows.index(c)))
             shift = body.emit.bind(body.functions.log(total), "s")
             rows.store(lambda c, index: {y: body.at(x, index) - top - shift})
             return
         place = rows.scratch(dtype) if not rows.across else None
+        if place is None and rows.in_one_pass:
+            top, total = rows.top_and_total(dtype, lambda c: body.at(x, rows.index(c)))
+            share = body.emit.bind(literal(1, dtype) / total, "s")
+            rows.store(lambda c, index: {y: body.functions.exp_down(body.at(x, index) - top) * share})
+            return
+        top = rows.one(dtype, -math.inf, body.functions.peak, lambda c: body.at(x, rows.index(c)))
 
         def exponent(c: Expr) -> Expr:
             e = body.emit.bind(body.functions.exp_down(body.at(x, rows.index(c)) - top))
@@ -324,8 +338,7 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
     parts = emit.alloc(max(count, 1), dtype, "losses")
 
     def one_row() -> None:
-        top = rows.one(dtype, -math.inf, body.functions.peak, lambda c: body.at(logits, rows.index(c)))
-        total = rows.one(dtype, 0, add, lambda c: body.functions.exp_down(body.at(logits, rows.index(c)) - top))
+        top, total = rows.top_and_total(dtype, lambda c: body.at(logits, rows.index(c)))
         lse = emit.bind(body.functions.log(total) + top, "lse")
         body.store_apart(lse_out, lse, rows.row)
         label = emit.bind(table_row(body.at(labels, rows.row), shape[-1]), "label")

@@ -47,8 +47,8 @@ BIJECTIONS = ("reshape", "transpose")
 _AHEAD, _NOT_SMALL = 1024, 65536
 
 
-# A buffer, the stored value, and its position.
-_Store = tuple[Buffer, Expr, Expr]
+# A buffer, what is stored, the value that has the buffer's type, and its index.
+_Store = tuple[Buffer, Expr, Value, Index]
 
 
 class PackingEmitted(Exception):
@@ -190,8 +190,7 @@ class Body:
                 self._loaded.add(home)
             position = linear(index, value.type.dims)
             self._prefetch_ahead(value, self.operand(value), position, home is not None)
-            expr = load(self.operand(value), position)
-            expr = self.emit.bind(expr, "x")
+            expr = self.emit.bind(self.read(self.operand(value), value, index), "x")
             self._frame[key] = (expr, index)
             return expr
         op = self._producers.get(value) or self.group.inline[value]
@@ -202,6 +201,14 @@ class Body:
             for out, expr in zip(op.outs, results, strict=True):
                 self._frame[out, key[1]] = (expr if op.kind in ("const", "iota") else self.emit.bind(expr), index)
         return self._frame[key][0]
+
+    def read(self, buffer: Buffer, value: Value, index: Index) -> Expr:
+        """Return an element of memory that has the type of a value."""
+        return load(buffer, linear(index, value.type.dims))
+
+    def put(self, buffer: Buffer, expr: Expr, value: Value, index: Index) -> None:
+        """Store an element into memory that has the type of a value."""
+        self.emit.store(buffer, expr, linear(index, value.type.dims))
 
     def computed(self, op: Op) -> Op:
         """Return the operation with the element types it is computed in."""
@@ -284,8 +291,8 @@ class Body:
         ops = [op for op in self.group.ops if id(op) not in self._waiting]
         self._compute(ops, where, roots)
         stores = self._effect_stores(ops, where, roots) + self._result_stores(where, roots)
-        for buffer, expr, position in stores:
-            self.emit.store(buffer, expr, position)
+        for buffer, expr, value, index in stores:
+            self.put(buffer, expr, value, index)
 
     def _compute(self, ops: Sequence[Op], where: dict[Value, Index], roots: Mapping[Any, Index]) -> None:
         """Compute every operation that can be done at this point, and note in `where` the index of its results."""
@@ -326,15 +333,15 @@ class Body:
                 if op.var not in self._loaded:
                     self._prefetch_ahead(value, buffer, position, True)
                 if op.kind == "accum":
-                    expr = self.emit.bind(load(buffer, position) + expr)
-                stores.append((buffer, expr, position))
+                    expr = self.emit.bind(self.read(buffer, value, place) + expr)
+                stores.append((buffer, expr, value, place))
             elif op.kind == "take":
                 value = op.outs[0]
                 place = roots.get(value.type.shape, ())
                 if (value, tuple(map(id, place))) not in self._frame:
                     raise NotOneKernel(f"@{op.var} is not taken element by element")
                 self._check_alias(op.var, place)
-                stores.append((self.operand(value), literal(0, value.type.dtype), linear(place, value.type.dims)))
+                stores.append((self.operand(value), literal(0, value.type.dtype), value, place))
         return stores
 
     def _result_stores(self, where: dict[Value, Index], roots: Mapping[Any, Index]) -> list[_Store]:
@@ -347,7 +354,7 @@ class Body:
                 where[value] = self._root_for(value, roots)
             position = linear(where[value], value.type.dims)
             self._prefetch_ahead(value, self.result(value), position, True)
-            stores.append((self.result(value), self.at(value, where[value]), position))
+            stores.append((self.result(value), self.at(value, where[value]), value, where[value]))
         return stores
 
     def _root_for(self, value: Value, roots: Mapping[Any, Index]) -> Index:

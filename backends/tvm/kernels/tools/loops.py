@@ -27,6 +27,7 @@ class RowLoops(Protocol):
     across: bool
     row: Index
     tail: Index
+    in_one_pass: bool
 
     def each(self, one_row: Callable[[], None]) -> None: ...
 
@@ -41,6 +42,8 @@ class RowLoops(Protocol):
     ) -> list[Expr]: ...
 
     def one(self, dtype: str, start: float, combine: Combine, element: Callable[[Expr], Expr]) -> Expr: ...
+
+    def top_and_total(self, dtype: str, element: Callable[[Expr], Expr]) -> tuple[Expr, Expr]: ...
 
     def store(self, element: Callable[[Expr, Index], dict[Value, Expr]]) -> None: ...
 

@@ -67,6 +67,8 @@ class _Serial:
             index = self.expression(e.indices[0])
             buffer, change = self.buffers.get(e.source, (e.source, lambda i: i))
             new = tirx.BufferLoad(buffer, [change(index)])
+        elif isinstance(e, tirx.Ramp):
+            new = tirx.Ramp(self.expression(e.base), e.stride, e.lanes)
         elif isinstance(e, tirx.Cast):
             new = tirx.Cast(str(e.ty.dtype), self.expression(e.value))
         elif isinstance(e, Call):
@@ -113,7 +115,7 @@ class _Serial:
         shape = int(old.shape[0])
         new = tirx.decl_buffer((shape * places,), old.dtype, name=f"{old.name}_s")
         thread = self.thread
-        self.buffers[old] = (new, (lambda i: i) if places == 1 else (lambda i: thread * shape + i))
+        self.buffers[old] = (new, (lambda i: i) if places == 1 else (lambda i: _behind(thread * shape, i)))
         return new
 
     def launch(self, s: Any) -> Any:
@@ -161,6 +163,12 @@ class _Serial:
                 run += self.whole(part)
         close()
         return done
+
+
+def _behind(start: Any, index: Any) -> Any:
+    if isinstance(index, tirx.Ramp):
+        return tirx.Ramp(start + index.base, index.stride, index.lanes)
+    return start + index
 
 
 def _sequence(statements: list[Any]) -> Any:
