@@ -280,7 +280,16 @@ void run_to(Stream* stream, uint64_t position) {
   while (stream->done < position && !stream->tasks.empty()) {
     Task task = std::move(stream->tasks.front());
     stream->tasks.pop_front();
-    for (Mark& mark : task.waits) run_to(mark.stream, mark.position);
+    bool ready = true;
+    for (Mark& mark : task.waits) {
+      run_to(mark.stream, mark.position);
+      ready = ready && mark.stream->done >= mark.position;
+    }
+    if (!ready) {
+      // Behind a stream that waits for another process itself: later.
+      stream->tasks.push_front(std::move(task));
+      break;
+    }
     if (sticky == OK) { task.run(); tasks_done++; }
     stream->done++;
   }
