@@ -46,6 +46,7 @@ from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.planning.build import build
 from penstock.planning.model import from_onnx
 from penstock.planning.options import BuildOptions
+from penstock.runtime.job.job import open as open_job
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.terminal import PATIENCE, Progress, onnxruntime_warnings_counted, say
 from penstock.support.words import counted
@@ -246,7 +247,6 @@ def _errors(computed: Arrays, exact: Arrays) -> list[float]:
 
 def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
     """Return the outputs of a bundle for the inputs of one microbatch, by the names and in the shapes of its module."""
-    from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     with open_job(bundle.path) as job:
         answer = job.infer(inputs)
@@ -327,7 +327,6 @@ def _verify_training(
     seed: int,
     tolerance: float | None,
 ) -> int:
-    from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     schedule = bundle.module.schedule
     assert schedule is not None

@@ -14,6 +14,7 @@ from penstock.backends.bundle.format import Bundle
 from penstock.ir.graph import Module
 from penstock.ir.ladder.bounds import Bounded, print_sizes
 from penstock.ir.names import shown
+from penstock.runtime.job.job import open as open_job
 from penstock.runtime.job.rungs import SizedRequests
 from penstock.support.errors import UsageError
 
@@ -44,8 +45,6 @@ def compared_sizes(
     compare: Callable[[Judge[str], str, str, np.ndarray], Comparison],
 ) -> list[Comparison]:
     """Compare the outputs of a bundle at some sizes with those of the interpreter."""
-    from penstock.runtime.job.job import open as open_job  # lazy: heavy
-
     rows = []
     with open_job(bundle.path) as job:
         for of_request in sizes:

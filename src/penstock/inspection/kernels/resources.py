@@ -12,16 +12,13 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backends.interface import CompileOptions, Progress, StageSources, device_of, stage_graphs
+from penstock.backends.tvm.cuda.resources import KernelResources, resources_of
 from penstock.ir.graph import Module
 from penstock.support.errors import UsageError
 from penstock.support.terminal import table
 from penstock.support.words import shown_bytes
-
-if TYPE_CHECKING:
-    from penstock.backends.tvm.cuda.resources import KernelResources
 
 
 class _Sources:
@@ -42,7 +39,6 @@ def resource_rows(
 ) -> dict[int, list[KernelResources]]:
     """Return the launches of all stages on CUDA devices, by stage, for each architecture."""
     from penstock.backends.tvm.cuda.build import build_graphs  # lazy: heavy
-    from penstock.backends.tvm.cuda.resources import resources_of  # lazy: heavy
 
     devices = {stage.index: device_of(module, stage.index) for stage in module.stages}
     on_gpus = {index: device for index, device in devices.items() if device is not None and device.kind == "cuda"}
