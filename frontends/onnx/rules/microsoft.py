@@ -16,7 +16,10 @@ from penstock.frontends.formulas.elementwise import between, hard_sigmoid, leaky
 from penstock.frontends.formulas.layout import cut, reshape, triangle
 from penstock.frontends.formulas.norms import rms_norm
 from penstock.frontends.onnx.node import OnnxNode, Result, Rule
+from penstock.frontends.quantised.nbits import read_nbits
+from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
+from penstock.support.errors import UnsupportedModel
 
 from . import layout, neural
 
@@ -291,7 +294,31 @@ def _fused_matmul(n: OnnxNode) -> Result:
     return product if alpha == 1.0 else n.emit("mul", product, alpha)
 
 
+def _matmul_nbits(n: OnnxNode) -> Result:
+    """Multiply by a weight of 8 or 4 bits as it is stored. Level 4 of accuracy, sums of bytes, is a permission."""
+    n.ignore("accuracy_level", "weight_prepacked")
+    n.require(not n.has(4), "an order of groups (g_idx) is not supported")
+    rows, k, bits, block = n.int_attr("N"), n.int_attr("K"), n.int_attr("bits", 4), n.int_attr("block_size")
+    n.require(rows > 0 and k > 0 and block > 0, f"N={rows}, K={k}, block_size={block} are no sizes")
+    arrays = n.constants({1: "the weight", 2: "its scales", 3: "its zero points"})
+    numbers, blocks = arrays[1], -(-k // block)
+    n.require(
+        numbers.size == rows * blocks * (block * bits // 8),
+        f"a weight of {list(numbers.shape)} does not fit N={rows}, K={k}, block_size={block}",
+    )
+    numbers = numbers.reshape(rows, blocks, -1)
+    try:
+        weight = read_nbits(numbers, arrays[2], arrays.get(3), k=k, bits=bits, block=block, where=n.loc)
+    except UnsupportedModel as error:
+        raise Refused(error.what) from error
+    parts = [part for part in (weight.q, weight.scales, weight.zeros) if part is not None]
+    operands = [n.literal(part, "f32") for part in parts]
+    y = n.emit("matmul_q", n.value(0), *operands, bits=weight.bits, group=weight.group)
+    return n.emit("add", y, n.value(5)) if n.has(5) else y
+
+
 RULES: dict[str, Rule] = {
+    "MatMulNBits": _matmul_nbits,
     "Gelu": _gelu("none", False),
     "BiasGelu": _gelu("none", True),
     "FastGelu": _gelu("tanh", True),

@@ -78,6 +78,10 @@ int8[3,4] x, float pa, int8 xz, int8[5,4] v, float[5] pb, int8[5] vz, int32[5] c
 uint8[4,3] x, float pa, uint8 xz, uint8[4,5] v, float pb, uint8 vz, float pu, uint8 uz => uint8[3,5] y | y = QGemm<transA = 1>(x, pa, xz, v, pb, vz, , pu, uz)
 uint8[3,4] x, float pa, uint8 xz, int8[4,5] v, float[5] pb, int8[5] vz, int32[1] c, float pu => float[3,5] y | y = QGemm(x, pa, xz, v, pb, vz, c, pu)
 uint8[3,4] x, float pa, uint8 xz, int8[4,5] v, float[5] pb, int8[5] vz, int32 c, uint8 uz => uint8[3,5] y | y = QGemm<alpha = 0.1>(x, pa, xz, v, pb, vz, c, , uz)
+float[2,3,64] x, uint8[5,2,16] wq, float[10] ws => float[2,3,5] y | y = MatMulNBits<K = 64, N = 5, bits = 4, block_size = 32>(x, wq, ws)
+float[3,128] x, uint8[5,2,32] wq, float[10] ws, uint8[5] wz => float[3,5] y | y = MatMulNBits<K = 128, N = 5, bits = 4, block_size = 64>(x, wq, ws, wz)
+float[3,64] x, uint8[5,1,32] wq, float[5] ws, float[5] b => float[3,5] y | y = MatMulNBits<K = 64, N = 5, bits = 4, block_size = 64>(x, wq, ws, , , b)
+float[3,64] x, uint8[5,2,32] wq, float[10] ws => float[3,5] y | y = MatMulNBits<K = 64, N = 5, bits = 8, block_size = 32>(x, wq, ws)
 """
 ROWS = [tuple(part.strip() for part in line.split("|")) for line in CASES.strip().splitlines()]
 
@@ -94,7 +98,7 @@ def _model(path: Path, signature: str, body: str) -> tuple[Path, dict[str, np.nd
         kind = value.type.tensor_type
         dims = tuple(d.dim_value for d in kind.shape.dim)
         feeds[value.name] = _feed(value.name, np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), dims)
-    for name in set(feeds) & {"full", "total"}:
+    for name in set(feeds) & {"full", "total", "wq", "ws", "wz"}:
         model.graph.initializer.append(onnx.numpy_helper.from_array(feeds.pop(name), name))
         model.graph.input.remove(next(v for v in model.graph.input if v.name == name))
     onnx.save(model, path)
@@ -174,6 +178,21 @@ def test_a_wrong_mask_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             'y = FusedGemm<activation = "Swirl">(x, w, b)',
             "activation=Swirl",
         ),
+        (
+            "float[3,64] x, uint8[5,4,8] wq, float[20] ws => float[3,5] y",
+            "y = MatMulNBits<K = 64, N = 5, bits = 4, block_size = 16>(x, wq, ws)",
+            r"MatMulNBits\): groups of 16 are not read",
+        ),
+        (
+            "float[3,64] x, uint8[5,2,16] wq, float[10] ws, int32[64] i => float[3,5] y",
+            "y = MatMulNBits<K = 64, N = 5, bits = 4, block_size = 32>(x, wq, ws, , i)",
+            r"g_idx",
+        ),
+        (
+            "float[3,64] x, uint8[4,2,16] wq, float[10] ws => float[3,5] y",
+            "y = MatMulNBits<K = 64, N = 5, bits = 4, block_size = 32>(x, wq, ws)",
+            r"does not fit N=5",
+        ),
     ],
 )
 def test_what_is_not_supported_says_why(tmp_path: Path, signature: str, body: str, said: str) -> None:
@@ -192,6 +211,18 @@ def test_a_product_with_the_scale_of_another_column_is_caught(tmp_path: Path, mo
     monkeypatch.setattr(
         quantised, "_column", lambda n, i, count: n.emit("gather", column(n, i, count), np.arange(count)[::-1], axis=0)
     )
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        compare(path, feeds)
+
+
+def test_a_weight_with_its_halves_turned_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.frontends.onnx.rules import microsoft
+
+    signature, body = next(row for row in ROWS if "MatMulNBits" in row[1])
+    path, feeds = _model(tmp_path / "mini.onnx", signature, body)
+    compare(path, feeds)
+    read = microsoft.read_nbits
+    monkeypatch.setattr(microsoft, "read_nbits", lambda b, *rest, **sizes: read(b >> 4 | b << 4, *rest, **sizes))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         compare(path, feeds)
 
