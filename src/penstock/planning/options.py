@@ -66,8 +66,7 @@ class PlanOptions:
     )
     weights: str = setting(
         "f32",
-        "element type of weights that products and lookups read, for inference: bf16, or whole numbers of 8 or 4 bits "
-        "in groups of 32 with a scale each (default: f32)",
+        "element type of weights of products and lookups, for inference (default: f32)",
         choices=tuple(WEIGHTS),
     )
     recompute: str = setting(
@@ -131,8 +130,7 @@ class ReadingOptions:
 
     dim: Sequence[str] = setting(
         (),
-        "bind a symbolic dimension, or bound it: 'seq<=512' compiles once for all sizes up to it; the "
-        "batch dimension is one microbatch",
+        "bind a symbolic dimension (batch is one microbatch), or bound it: 'seq<=512' serves all sizes up to it",
         shown="NAME=INT",
         many=True,
     )
@@ -190,9 +188,7 @@ class TrainingOptions:
 class GenerationSettings:
     """Settings of a bundle that generates text. `context` None is that of the model, but not more than 4096."""
 
-    generate: bool = setting(
-        False, "make a bundle that generates text, of a folder of Hugging Face: hf:FOLDER (docs/generation.md)"
-    )
+    generate: bool = setting(False, "make a bundle for text of a Hugging Face hf:FOLDER")
     context: int | None = setting(
         None, "tokens of a prompt with its text (default: the model's own, at most 4096)", check=POSITIVE, shown="N"
     )

@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--trace", metavar="FILE", help="with --grade: the trace of the run, for computations one by one"
     )
     workload = parser.add_argument_group("placement files (in place of a model)")
-    workload.add_argument(
+    file = workload.add_argument(
         "--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)"
     )
     objective = workload.add_argument(
@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--contiguous", action="store_true", help="devices take contiguous sets of nodes (default)"
     )
     anything = splits.add_argument("--any", action="store_true", help="devices take any nodes: throughput only")
-    show_rarely(trace, objective, contiguous, anything)
+    show_rarely(trace, file, objective, contiguous, anything)
 
 
 def run(arguments: Namespace) -> None:

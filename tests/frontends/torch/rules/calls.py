@@ -93,7 +93,7 @@ def _import(program: Calls, fed: Sequence[Tensor]) -> tuple[Imported, set[tuple[
         return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "RULES", {row: noting(row, rule) for row, rule in calls.RULES.items()})
+        patch.setattr(calls, "ALL_RULES", {row: noting(row, rule) for row, rule in calls.ALL_RULES.items()})
         return import_torch(program, tuple(fed)), asked
 
 

@@ -92,7 +92,9 @@ def test_row(index: int) -> None:
 
 def test_a_fault_in_a_program_of_several_calls_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: in one program, the wrong rule's results alone are wrong, and its row alone is asked there."""
-    monkeypatch.setattr(calls, "RULES", {**RULES, "tanh": lambda n: n.emit("mul", n.emit("tanh", n.value()), 1.001)})
+    monkeypatch.setattr(
+        calls, "ALL_RULES", {**RULES, "tanh": lambda n: n.emit("mul", n.emit("tanh", n.value()), 1.001)}
+    )
     right, wrong, also_right = translate(
         [(torch.sigmoid, (f(3),)), (torch.tanh, (f(3),)), (torch.add, (f(2, 3), i(0, 5, 3)))]
     )
@@ -117,13 +119,13 @@ def test_every_row_has_a_case() -> None:
     ],
 )
 def test_a_wrong_rule_is_noticed(row: str, wrong: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "RULES", {**RULES, row: wrong})
+    monkeypatch.setattr(calls, "ALL_RULES", {**RULES, row: wrong})
     with pytest.raises((AssertionError, UnsupportedModel), match=r"Not equal to tolerance|comes out as f64"):
         check_case(torch.tanh, (f(3),))
 
 
 def test_an_argument_that_no_rule_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "RULES", {**RULES, "gelu": lambda n: n.emit("gelu", n.value())})
+    monkeypatch.setattr(calls, "ALL_RULES", {**RULES, "gelu": lambda n: n.emit("gelu", n.value())})
     with pytest.raises(UnsupportedModel, match="argument approximate is not supported"):
         check_case(lambda x: torch.nn.functional.gelu(x, approximate="tanh"), (f(3),))
 
