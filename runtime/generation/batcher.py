@@ -122,6 +122,12 @@ class Batcher:
                     return True
         return False
 
+    def rewind(self) -> None:
+        """Take the caches for lost: what is under way is computed again, with the tokens that were chosen."""
+        assert self._planned is None, "a turn is under way"
+        for sequence in self._running:
+            sequence.done = 0
+
     def plan(self) -> TokenTurn | None:
         """Return the next turn, None where there is nothing to do. It is answered by `take`."""
         assert self._planned is None, "a turn is under way"

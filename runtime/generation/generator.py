@@ -6,13 +6,18 @@
 `decode` computes a turn: it takes a rung and the inputs by name, and returns the chosen tokens. Pieces come as soon as
 a token is chosen; those of several prompts are told apart by their number. A text depends on its prompt, its settings
 and its seed, and on nothing that is computed beside it.
+
+Iterators of one generator share its caches, in one thread or several. One that goes on after another one computes its
+tokens again, and chooses at least one more before the next one may. Taking turns costs time, and changes no text.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 
 import numpy as np
 
@@ -91,11 +96,14 @@ class TextRates:
 
 
 class TextGenerator:
-    """A decoder with its tokenizer. One caller at a time."""
+    """A decoder with its tokenizer. Any thread may call; one call computes at a time."""
 
     def __init__(self, decode: Decode, facts: GenerationFacts, codec: TextCodec | None, where: str) -> None:
         self.facts, self.codec, self.rates = facts, codec, TextRates()
         self.decode, self._where = decode, where
+        self._lock = threading.Lock()
+        # The batcher whose sequences lie in the caches.
+        self._owner: Batcher | None = None
 
     def generate(self, prompt: Prompt, options: GenerationOptions) -> Iterator[str] | Iterator[int]:
         """Yield the text of a prompt in pieces, or its tokens if the prompt is given as tokens."""
@@ -123,7 +131,7 @@ class TextGenerator:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            return [index(token) for token in prompt]
         if self.codec is None:
             raise UsageError(
                 "the bundle has no tokenizer", where=self._where, hint="give prompts as lists of token ids"
@@ -138,12 +146,23 @@ class TextGenerator:
         streams = [None if self.codec is None else TextStream(self.codec) for _ in prompts]
         began = time.monotonic()
         first: set[int] = set()
-        while (turn := batcher.plan()) is not None:
-            for chosen in self._compute(batcher, turn):
+        while tokens := self._next(batcher):
+            for chosen in tokens:
                 if chosen.sequence not in first:
                     first.add(chosen.sequence)
                     self.rates.first_token_seconds.append(time.monotonic() - began)
                 yield _piece(chosen, streams[chosen.sequence])
+
+    def _next(self, batcher: Batcher) -> list[ChosenToken]:
+        """Compute turns until tokens are chosen. Return them, none where all sequences ended."""
+        with self._lock:
+            if self._owner is not batcher:
+                batcher.rewind()
+                self._owner = batcher
+            while (turn := batcher.plan()) is not None:
+                if tokens := self._compute(batcher, turn):
+                    return tokens
+        return []
 
     def _compute(self, batcher: Batcher, turn: TokenTurn) -> list[ChosenToken]:
         """Compute a turn, and count it."""

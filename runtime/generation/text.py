@@ -46,6 +46,8 @@ class TextCodec:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the tokens of a text, by default with those that the tokenizer puts around it."""
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UsageError("a prompt holds a lone surrogate, which is no character", where="generate")
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:

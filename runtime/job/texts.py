@@ -3,7 +3,7 @@
     for piece in model.generate("Once", tokens=64): ...
     for token in model.generate([1, 7, 2], tokens=64): ...          without a tokenizer
 
-One text, or one list of texts, is generated at a time.
+Several iterators may be open at once; only one of them computes at a time, and going from one to another costs time.
 """
 
 from __future__ import annotations

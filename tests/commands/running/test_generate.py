@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from samples.huggingface.folders import FAMILIES, write_folder, write_tokenizer
 
 import penstock as ps
 from penstock.commands.parser import main
+from penstock.runtime.generation.batcher import Batcher
 
 TOKENS = 12
 
@@ -77,6 +80,29 @@ def test_a_drawn_text_depends_on_its_seed_and_not_on_its_company(bundle):
         assert "".join(job.generate("the quick", **how, seed=4)) == alone
 
 
+def test_a_token_is_a_whole_number(bundle):
+    with pytest.raises(TypeError, match="float"):
+        ps.load(bundle).generate([1.5], tokens=1)
+
+
+def test_iterators_that_take_turns(bundle):
+    """The control: without computing again, an iterator reads the caches of another one."""
+    model = ps.load(bundle)
+    prompts = [[5, 9, 100, 7] * 4, [8, 20, 33] * 6]
+    alone = [list(model.generate(prompt, tokens=20)) for prompt in prompts]
+
+    def turns() -> list[list[int]]:
+        open_ = [model.generate(prompt, tokens=20) for prompt in prompts]
+        return [list(tokens) for tokens in zip(*zip_longest(*open_), strict=True)]
+
+    assert turns() == [[*tokens, *[None] * (max(map(len, alone)) - len(tokens))] for tokens in alone]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda prompt: list(model.generate(prompt, tokens=20)), prompts)) == alone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batcher, "rewind", lambda batcher: None)
+        assert turns() != alone
+
+
 def test_tokens_in_tokens_out(folder, bundle):
     _, tokenizer, model = folder
     prompt = tokenizer.encode("over the").ids
@@ -93,6 +119,43 @@ def test_a_chat_is_written_by_the_template(folder, bundle, tmp_path, capsys):
     file.write_text(json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}))
     assert main(["generate", str(bundle), "--prompts", str(file), "--tokens", str(TOKENS)]) == 0
     assert capsys.readouterr().out == text_of(folder, "<system>x<user>y") + "\n"
+
+
+def test_a_chat_begins_once(folder, tmp_path, capsys, monkeypatch):
+    """Both the template and the tokenizer write a first token here, as those of many models do."""
+    from penstock.runtime.generation.generator import TextGenerator
+
+    write_folder(tmp_path / "m", "llama", vocab_size=folder[1].get_vocab_size(), max_position_embeddings=96)
+    tokenizer = write_tokenizer(tmp_path / "m", template="<s>{% for m in messages %}{{ m.content }}{% endfor %}")
+    content = json.loads(tokenizer.to_str())
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    first = tokenizer.token_to_id("<s>")
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [first], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
+    words = ["--generate", "--context", "32", "--sequences", "1", "--backend", "numpy"]
+    assert main(["compile", f"hf:{tmp_path / 'm'}", "-o", str(tmp_path / "b"), *words]) == 0
+    seen: list[list[int]] = []
+    texts = TextGenerator._texts
+    monkeypatch.setattr(
+        TextGenerator, "_texts", lambda self, prompts, *how: seen.extend(prompts) or texts(self, prompts, *how)
+    )
+    for more in ([], ["--chat"]):
+        assert main(["generate", str(tmp_path / "b"), "--prompt", "the fox", "--tokens", "2", *more]) == 0
+    assert seen == [[first, *tokenizer.encode("the fox").ids]] * 2
+
+
+def test_lines_of_prompts_end_where_json_lines_end(bundle, tmp_path, capsys):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\r\n', encoding="utf-8", newline="")
+    assert main(["generate", str(bundle), "--prompts", str(file), "--tokens", "2"]) == 0
+    file.write_bytes(b'{"prompt": "\xff"}')
+    refused(["generate", str(bundle), "--prompts", str(file)], capsys, 2, "UTF-8", "byte 12")
+    refused(["generate", str(bundle), "--prompt", "a\udc80"], capsys, 2, "lone surrogate")
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:

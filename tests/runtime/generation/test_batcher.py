@@ -31,6 +31,8 @@ class Checker:
         self.most: dict[int, int] = {}
         self.ended: dict[int, str] = {}
         self.waited: dict[int, int] = {}
+        # The sequences whose tokens all lie in the caches, but for the last one.
+        self.decoding: set[int] = set()
 
     def arrive(self) -> None:
         limits, draw = self.batcher.limits, self.random
@@ -48,6 +50,11 @@ class Checker:
             self.ended[number] = CANCELLED
             assert not self.batcher.cancel(number)
 
+    def rewind(self) -> None:
+        self.batcher.rewind()
+        self.cache.clear()
+        self.decoding.clear()
+
     def turn(self) -> bool:
         turn = self.batcher.plan()
         if turn is None:
@@ -62,6 +69,7 @@ class Checker:
                 continue
             number = share.sequence
             self.tokens[number].append(token)
+            self.decoding.add(number)
             count = len(self.tokens[number]) - self.prompts[number]
             ended = STOP if token == END else LENGTH if count == self.most[number] else ""
             assert (chosen[number].token, chosen[number].ended) == (token, ended)
@@ -101,9 +109,8 @@ class Checker:
             if share.chooses:
                 assert arrays["draws"][s].tolist() == [share.draw.seed, len(tokens)]
         assert (arrays["lengths"][len(turn.shares) :] == 0).all()
-        decoding = {n for n in self.batcher.owners() if self.prompts[n] < len(self.tokens[n])}
         served = {share.sequence for share in turn.shares}
-        assert decoding <= served, "a sequence that decodes was left out"
+        assert self.decoding & set(self.batcher.owners()) <= served, "a sequence that decodes was left out"
 
     def check_blocks(self) -> None:
         pool, owners = self.batcher.pool, self.batcher.owners()
@@ -121,6 +128,8 @@ class Checker:
                 self.arrive()
             elif kind < 0.17:
                 self.cancel()
+            elif kind < 0.18:
+                self.rewind()
             else:
                 self.turn()
         left = sum(self.most[n] + self.prompts[n] for n in self.tokens if n not in self.ended)

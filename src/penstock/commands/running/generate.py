@@ -19,7 +19,7 @@ from penstock.support.settings import POSITIVE, SEED, WHOLE, setting
 from penstock.support.terminal import say
 
 if TYPE_CHECKING:
-    from penstock.runtime.generation.generator import TextGenerator
+    from penstock.runtime.generation.generator import Prompt, TextGenerator
     from penstock.runtime.generation.templates import ChatTemplate
 
 
@@ -64,11 +64,11 @@ def run(arguments: Namespace) -> None:
     options.check()
     requests = _requests(options)
     generator = load(options.bundle).generator
-    generate(generator, _prompts(options, requests), options)
+    generate(generator, _prompts(options, requests, generator), options)
     say(generator.rates.lines())
 
 
-def generate(generator: TextGenerator, prompts: list[str], options: GenerateOptions) -> None:
+def generate(generator: TextGenerator, prompts: list[Prompt], options: GenerateOptions) -> None:
     """Generate all texts, and print them prompt by prompt: that of the first one as it comes, others when it is their
     turn."""
     from penstock.runtime.generation.generator import GenerationOptions  # lazy: heavy
@@ -106,7 +106,12 @@ def _requests(options: GenerateOptions) -> list[dict[str, Any]]:
     if options.prompts is None:
         return [{"prompt": options.prompt}]
     requests, problems = [], []
-    lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path(options.prompts).read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"is not text in UTF-8: {error.reason} at byte {error.start}", where=options.prompts
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -133,8 +138,11 @@ def _is_request(request: Any) -> bool:
     return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) for message in messages)
 
 
-def _prompts(options: GenerateOptions, requests: list[dict[str, Any]]) -> list[str]:
-    """Return the prompts as texts: messages are written by the template of the bundle."""
+def _prompts(options: GenerateOptions, requests: list[dict[str, Any]], generator: TextGenerator) -> list[Prompt]:
+    """Return the prompts: texts, and messages as the tokens of what the template of the bundle writes.
+
+    A template writes the special tokens itself, so that the tokenizer adds none.
+    """
     template: ChatTemplate | None = None
     if options.chat or any("messages" in request for request in requests):
         from penstock.runtime.generation.facts import FOLDER  # lazy: heavy
@@ -143,10 +151,15 @@ def _prompts(options: GenerateOptions, requests: list[dict[str, Any]]) -> list[s
         template = read_template(Path(options.bundle) / FOLDER)
         if template is None:
             raise UsageError("the model has no chat template", where=options.bundle, hint="leave out --chat")
-    prompts = []
+        if generator.codec is None:
+            raise UsageError("the bundle has no tokenizer", where=options.bundle)
+    prompts: list[Prompt] = []
     for request in requests:
         messages = request.get("messages")
         if messages is None and options.chat:
             messages = [{"role": "user", "content": request["prompt"]}]
-        prompts.append(request["prompt"] if template is None or messages is None else template.prompt(messages))
+        if template is None or generator.codec is None or messages is None:
+            prompts.append(request["prompt"])
+        else:
+            prompts.append(generator.codec.encode(template.prompt(messages), special=False))
     return prompts
