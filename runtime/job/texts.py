@@ -79,10 +79,13 @@ class JobText(GeneratesText):
 
     bundle: Bundle
     workers: Any
+    _closed: bool
 
     @property
     def generator(self) -> TextGenerator:
         """The generator of the bundle, with the rates of what it computed."""
+        if self._closed:
+            raise UsageError("the job is closed")
         read_facts(self.bundle.path)
         generator: TextGenerator | None = getattr(self.workers, "generator", None)
         if generator is None:

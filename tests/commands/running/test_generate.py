@@ -19,6 +19,7 @@ from samples.huggingface.folders import FAMILIES, write_folder, write_tokenizer
 import penstock as ps
 from penstock.commands.parser import main
 from penstock.runtime.generation.batcher import Batcher
+from penstock.support.errors import UsageError
 
 TOKENS = 12
 
@@ -78,6 +79,8 @@ def test_a_drawn_text_depends_on_its_seed_and_not_on_its_company(bundle):
     assert "".join(model.generate("the quick", **how, seed=5)) != alone
     with ps.open(bundle) as job:
         assert "".join(job.generate("the quick", **how, seed=4)) == alone
+    with pytest.raises(UsageError, match="closed"):
+        job.generate("the quick")
 
 
 def test_a_token_is_a_whole_number(bundle):
