@@ -26,7 +26,7 @@ from penstock.support.errors import QueueFull, UsageError
 from .dispatcher import Note
 from .inference import Inference, Inputs
 from .requests import Request
-from .rungs import SizedRequests
+from .sized_requests import SizedRequests
 
 if TYPE_CHECKING:
     from .own_process import OwnProcess

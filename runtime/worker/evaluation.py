@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from penstock.ir.action_kinds import DROP, FORWARD
 from penstock.ir.batch_shares import loss_stage, microbatch_size
@@ -35,6 +34,8 @@ from penstock.support.errors import UsageError
 from .feeds import InputCuts
 
 if TYPE_CHECKING:
+    import torch
+
     from .executor import Executor
 
 
@@ -153,6 +154,8 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts:
     executor.status.show(None)
     transport.flush()
     # Read in one piece: a GPU would be waited for at each.
+    import torch  # lazy: heavy
+
     values = torch.stack(list(losses.values())).tolist() if losses else []
     return dict(zip(losses, values, strict=True))
 

@@ -13,6 +13,7 @@ from penstock.frontends.training import attach_loss
 from penstock.ir.attrs import Attr
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
+from penstock.passes.lengths.bound import BoundOptions
 from penstock.passes.manager import Call, Event, run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 
@@ -33,7 +34,8 @@ PAIRS = ("cpu:0 cpu:1", "cpu:2 cpu:3")
 @dataclass(frozen=True)
 class Case:
     """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some
-    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors."""
+    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors. For inference,
+    `weights` are the bits of weights, and `bounded` lets the number of samples change."""
 
     make: Callable[[], ps.Model]
     training: ps.Training | None
@@ -47,6 +49,8 @@ class Case:
     library: str = ""
     mesh: str = ""
     layouts: tuple[str, ...] = ()
+    weights: int = 32
+    bounded: bool = False
 
 
 def trained(
@@ -128,6 +132,8 @@ CASES: dict[str, Case] = {
     "bert-1f1b": Case(models.bert, trained(ADAMW, microbatches=4), devices=FOUR, recompute="all"),
     "rich-1f1b": Case(models.rich, trained(loss="mse")),
     "quantised-inference": Case(models.quantised, None, "forward"),
+    "mlp-int8": Case(lambda: models.mlp(64, 64, 64, 10), None, "forward", weights=8),
+    "mlp-bounded": Case(lambda: models.mlp(*WIDE), None, "forward", bounded=True),
     "control-1f1b": Case(models.control, trained(loss="mse")),
     "gru-1f1b": Case(models.recurrent, trained(ADAMW)),
     # Families from torch.
@@ -171,6 +177,14 @@ def modules_of(case: Case) -> Iterator[tuple[str, Module]]:
     yield from steps.found
 
 
+def with_bound(calls: list[Call], module: Module) -> list[Call]:
+    """The passes with one before the cut that lets the first dimension of the first input and output change."""
+    x, y = module.inputs[0], module.outputs[0]
+    bound = Call("bound", BoundOptions("n", x.type.dims[0], (f"%{x.name}[0]",), (f"%{y}[0]",), rows=True))
+    cut = next(i for i, call in enumerate(calls) if call.name == "partition")
+    return [*calls[:cut], bound, *calls[cut:]]
+
+
 def _start(case: Case) -> tuple[Module, list[Call]]:
     model = case.make()
     every = Cluster.load(DEVICES)
@@ -181,12 +195,18 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
     cuts: dict[str, Attr] = {"stages": stages, "devices": case.groups, "shares": case.shares}
     if case.training is None:
         module = at_rest(module, pure=model.imported.structure is not None)
-        return module, inference_pipeline(
+        calls = inference_pipeline(
             cuts,
             PipelineOptions(
-                microbatches=3, precision=case.precision, library=case.library, shares=case.shares, wire=case.wire
+                microbatches=3,
+                precision=case.precision,
+                library=case.library,
+                shares=case.shares,
+                wire=case.wire,
+                weights=case.weights,
             ),
         )
+        return module, with_bound(calls, module) if case.bounded else calls
     module = attach_loss(module, case.training, model.imported.names)
     options = PipelineOptions(
         schedule=case.schedule,

@@ -21,6 +21,21 @@ CPU, CUDA = 1, 2
 _POOLED = 2
 
 
+# The files that were loaded from a path, in order.
+_FILES: dict[str, list[tuple[int, int]]] = {}
+
+
+def _spelled(library: Path) -> str:
+    """Return a spelling of the path that belongs to this file alone. The system's loader takes a name that it knows
+    for the library it has, though the path has another file since then."""
+    path, status = os.path.abspath(library), library.stat()
+    files, file = _FILES.setdefault(path, []), (status.st_dev, status.st_ino)
+    if file not in files:
+        files.append(file)
+    folder, name = os.path.split(path)
+    return os.path.join(folder, *["."] * files.index(file), name)
+
+
 class VirtualMachine:
     """The functions of one library, on one device."""
 
@@ -29,7 +44,7 @@ class VirtualMachine:
         from tvm_ffi import load_module  # lazy: heavy
 
         try:
-            loaded = load_module(str(library))
+            loaded = load_module(_spelled(library))
         except RuntimeError as error:
             # The loader says the same of a file system whose files must not be executed as of memory that is short.
             if "failed to map segment" in str(error) and os.statvfs(library).f_flag & os.ST_NOEXEC:

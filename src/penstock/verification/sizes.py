@@ -15,7 +15,7 @@ from penstock.ir.graph import Module
 from penstock.ir.ladder.bounds import Bounded, print_sizes
 from penstock.ir.names import shown
 from penstock.runtime.job.job import open as open_job
-from penstock.runtime.job.rungs import SizedRequests
+from penstock.runtime.job.sized_requests import SizedRequests
 from penstock.support.errors import UsageError
 
 from .inputs import synthetic_batch

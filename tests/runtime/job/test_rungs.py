@@ -73,7 +73,7 @@ class _Judge:
 
 
 def _compiled(path: Path, out: Path, dims: Mapping[str, Any], backend: str = "numpy", devices: int = 1) -> Path:
-    plan = ps.plan(ps.from_onnx(path, dims=dims), ps.Cluster.local(devices))
+    plan = ps.plan(ps.from_onnx(path, dims=dims), ps.Cluster.local(threads=[1] * devices))
     return ps.compile(plan, out, backend=backend)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from samples import samples_of
 
+from penstock.ir.graph import Op, Var
 from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.store import DictStore
 from penstock.ir.ops import OPS
@@ -180,10 +182,13 @@ def test_every_row_of_floats_has_a_rule_and_cases() -> None:
 
 def test_a_weight_of_whole_numbers_is_refused() -> None:
     weight = (np.ones((4, 32), np.int8), np.ones((4, 1), np.float32))
+    module = of_one_op("matmul_q", (np.ones((3, 32), np.float32), *weight), {"bits": 8, "group": 32})
+    main = module.graphs["main"]
+    x, *ins = main.ins
+    read = Op("read", (), (x,), {"var": x.name})
+    trained = module.but(inputs=tuple(ins), vars={x.name: Var(x.name, x.type, "param")})
     with pytest.raises(UnsupportedModel, match=r"matmul_q %y0 .* has no gradient rule"):
-        autodiff(
-            of_one_op("matmul_q", (np.ones((3, 32), np.float32), *weight), {"bits": 8, "group": 32}), AutodiffOptions()
-        )
+        autodiff(trained.with_graph(replace(main, ins=tuple(ins), ops=(read, *main.ops))), AutodiffOptions())
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, "floor", "round", "sign"])
