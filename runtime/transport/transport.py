@@ -47,7 +47,9 @@ from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import describe
 from penstock.runtime.state.device_copies import DeviceCopies
 from penstock.runtime.state.store import CPU, Recycled
+from penstock.runtime.telemetry.device_memory import device_without_memory
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
+from penstock.support.out_of_memory import is_out_of_memory
 from penstock.support.words import counted
 
 from .device_wire import DeviceWire
@@ -353,6 +355,10 @@ class RankTransport:
         """Return the error for a message that failed: of the peer, or of this process."""
         assert action.peer is not None
         place = f"rank {self.rank}, stage {action.stage}, action {action}"
+        if is_out_of_memory(error):
+            # Its own, in a copy or in a message that was opened: no peer is lost.
+            what = device_without_memory(error, self.device) or "the system gave no more memory"
+            return DoesNotFit(f"{what}; it was needed for {describe(action)}", where=place)
         if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
             what = f"the system did not let {describe(action)} be handed over: {error.strerror}"
             return DoesNotFit(
