@@ -370,6 +370,15 @@ def exported_models() -> str:
     return "\n".join([markdown(*table_of(document["rows"])), "", *sentences]) + "\n"
 
 
+def generation_rates() -> str:
+    """How fast text was generated beside others in the committed run."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from generation import table
+
+    document = json.loads((HERE.parent / "benchmarks/results/generation.json").read_text(encoding="utf-8"))
+    return table(document["results"]) + "\n"
+
+
 def step_accounts() -> str:
     """Where the time of a training step went in the committed runs, model by model."""
     sys.path.append(str(HERE.parent / "benchmarks"))
@@ -426,6 +435,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "collective-times": committed_table("collectives"),
     "export-verdicts": export_verdicts,
     "exported-models": exported_models,
+    "generation-rates": generation_rates,
     "step-accounts": step_accounts,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
     "all-commands": reference("commands"),
