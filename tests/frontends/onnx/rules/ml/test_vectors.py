@@ -30,7 +30,8 @@ def _agree(kind: str, x: np.ndarray, outputs: tuple[type, ...], **attributes: An
         path = write_node(
             Path(folder) / "ml.onnx", kind, {"x": x}, outputs, kernel_params=[0.3, 0.5, 2.0], **attributes
         )
-        compare(path, {"x": x}, 1e-4)
+        # The inverse of the error function is steep where scores of float32 cancel.
+        compare(path, {"x": x}, 1e-3 if attributes.get("post_transform") == "PROBIT" else 1e-4)
 
 
 def _numbers(random: np.random.Generator, *shape: int) -> list[float]:
