@@ -154,7 +154,11 @@ ptxas info    : Used 12 registers, used 0 barriers
 
 
 @needs_nvcc
-def test_inspect_prints_resources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_resources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Names of kernels are cut to the width of a terminal.
+    monkeypatch.setenv("COLUMNS", "300")
     file = tmp_path / "module.ir"
     model = api.from_torch(torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.GELU()), (torch.zeros(4, 16),))
     file.write_text(print_module(api.plan(model, Cluster.listed("sm_90"), cuda_libraries="none").module))
