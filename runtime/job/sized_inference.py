@@ -59,24 +59,26 @@ class SizedInference(Inference):
 
     def submit(self, inputs: Inputs, timeout: float | None, where: str = "request") -> Future[Arrays]:
         arrays = {name: np.array(array) for name, array in self.sized.named(inputs).items()}
-        sizes = self.sized.sizes(arrays)
-        if sizes is None:
-            # The checks of the largest size say what is wrong.
-            self.layout.request(inputs, where)
-            raise UsageError("does not fit the model", where=where)
+        sizes = self._sizes(arrays, inputs, where)
         return self._in_thread(arrays, timeout) if self._thread is not None else self._to_ranks(arrays, sizes, timeout)
 
     def parts(self, inputs: Inputs, size: int, where: str) -> tuple[int, list[Arrays]]:
         """Return the rows of inputs, and requests of up to `size` rows each; one request where rows see each other."""
         arrays = {name: np.asarray(array) for name, array in self.sized.named(inputs).items()}
-        sizes = self.sized.sizes(arrays)
-        if sizes is None:
-            self.layout.request(inputs, where)
-            raise UsageError("does not fit the model", where=where)
+        sizes = self._sizes(arrays, inputs, where)
         if self.sized.rows is None:
             return 1, [arrays]
         rows = sizes[self.sized.rows]
         return rows, [self.sized.rows_of(arrays, start, min(start + size, rows)) for start in range(0, rows, size)]
+
+    def _sizes(self, arrays: Arrays, inputs: Inputs, where: str) -> dict[str, int]:
+        """Return the sizes of a request that fits the model; else say what is wrong with it."""
+        sizes = self.sized.sizes(arrays)
+        if sizes is None:
+            # The checks of the largest size know the words.
+            self.layout.request(inputs, where)
+            raise UsageError("does not fit the model", where=where)
+        return sizes
 
     def close(self) -> None:
         if self._thread is not None:
