@@ -21,13 +21,14 @@ from collections.abc import Callable
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.caches.attend import LOWEST, PART
+from penstock.backends.tvm.kernels.caches.attended import Attended
 from penstock.backends.tvm.kernels.caches.pick import share_of, weight_of, word_of
 from penstock.backends.tvm.kernels.rows.select import order_key
 from penstock.backends.tvm.kernels.tools.body import NotOneKernel
-from penstock.backends.tvm.kernels.tools.elements import number, unravel, zero
+from penstock.backends.tvm.kernels.tools.elements import unravel, zero
 from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, cast, ceil_div, i32, literal
 from penstock.ir.graph import Op, slot_of
-from penstock.ir.ops import BLOCK, complete_attrs
+from penstock.ir.ops import BLOCK
 
 from .body import DeviceBody
 from .loops import THREADS, bind_index, fold_threads
@@ -65,19 +66,13 @@ def emit_attend(body: DeviceBody, op: Op) -> None:
     _Attend(body, op).run()
 
 
-class _Attend:
+class _Attend(Attended):
     """The emitter of one attention over caches."""
 
     def __init__(self, body: DeviceBody, op: Op) -> None:
-        self.body, self.op, self.emit = body, op, body.emit
-        self.q, self.keys, self.values, self.starts, self.lengths, self.table = op.ins
-        self.rows, self.query_heads, self.size = self.q.type.dims
-        self.blocks, _, self.heads, _ = self.keys.type.dims
-        self.sequences, self.per_sequence = self.table.type.dims
-        self.group = self.query_heads // self.heads
+        super().__init__(op)
+        self.body, self.emit = body, body.emit
         self.parts = max(ceil_div(self.per_sequence * BLOCK, PART), 1)
-        attrs = complete_attrs(op)
-        self.window, self.cap, self.scale = int(number(attrs["window"])), number(attrs["cap"]), number(attrs["scale"])
         self.columns = ceil_div(self.size, _TILE)
 
     def run(self) -> None:

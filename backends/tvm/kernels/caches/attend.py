@@ -32,11 +32,13 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel
-from penstock.backends.tvm.kernels.tools.elements import number, zero
+from penstock.backends.tvm.kernels.tools.elements import zero
 from penstock.backends.tvm.kernels.tools.emit import PARALLEL, SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
 from penstock.ir.graph import Op, Value
-from penstock.ir.ops import BLOCK, complete_attrs
+from penstock.ir.ops import BLOCK
 from penstock.ir.types import ITEM_BYTES
+
+from .attended import Attended
 
 LOG2E = math.log2(math.e)
 # Positions of a part, and of a chunk.
@@ -82,18 +84,12 @@ class _Sums:
     first: Expr
 
 
-class _Attend:
+class _Attend(Attended):
     """The emitter of one kernel."""
 
     def __init__(self, body: Body, op: Op) -> None:
-        self.body, self.op, self.emit = body, op, body.emit
-        self.q, self.keys, self.values, self.starts, self.lengths, self.table = op.ins
-        self.rows, self.query_heads, self.size = self.q.type.dims
-        self.blocks, _, self.heads, _ = self.keys.type.dims
-        self.sequences, self.per_sequence = self.table.type.dims
-        self.group = self.query_heads // self.heads
-        attrs = complete_attrs(op)
-        self.window, self.cap, self.scale = int(number(attrs["window"])), number(attrs["cap"]), number(attrs["scale"])
+        super().__init__(op)
+        self.body, self.emit = body, body.emit
         self.lanes = min(body.lanes, BLOCK)
         self.vectors, self.tail = divmod(self.size, self.lanes)
         self.tile_rows = min(max(_TOGETHER // self.group, 1), max(self.rows, 1))
