@@ -11,7 +11,8 @@ Both read one file and get one input. Penstock computes through `penstock.load`,
 Outputs are compared first: exit code 1 where they differ. Each number of threads has a process of its own, because
 TVM's threads are counted once in a process. A turn is some calls; its figure is their median, that of a contender the
 median of its turns: in processor time of the process on one thread, which other work on the machine disturbs least, in
-wall time on several. The speedup is onnxruntime's time over Penstock's: above 1 Penstock is faster.
+wall time on several. The speedup is onnxruntime's time over Penstock's: above 1 Penstock is faster. Its bound is onnxruntime's time over the
+shortest that the model's work allows on these threads (bounds.py); there is none without g++.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+from bounds import described, measure_rates, work_of
 from machine import load, markdown, processor, system, versions, write_json
+from peak import RegisterLoop, register_loop
 from turns import in_turn
 
 import penstock as ps
@@ -110,10 +113,11 @@ def _with_earlier(rows: Sequence[Row], path: str | None) -> list[Row]:
 
 def measure(paths: Sequence[Path], threads: int, rounds: int) -> list[Row]:
     """Let both compute every model in turns, in this process."""
-    return [_measure(path, threads, rounds) for path in paths]
+    loop = register_loop()
+    return [_measure(path, threads, rounds, loop) for path in paths]
 
 
-def _measure(path: Path, threads: int, rounds: int) -> Row:
+def _measure(path: Path, threads: int, rounds: int, loop: RegisterLoop | None) -> Row:
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         session = _session(path, threads)
         inputs = _inputs(session)
@@ -134,6 +138,10 @@ def _measure(path: Path, threads: int, rounds: int) -> Row:
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     row = {"model": path.stem, "threads": threads, "seconds": seconds, "medians": medians, "error": error}
     row["speedup"] = medians[OTHER] / medians[PENSTOCK]
+    work, cores = work_of(plan.module), sorted(os.sched_getaffinity(0))[:threads]
+    row |= described(work, measure_rates(loop, cores, work) if loop is not None else None)
+    if loop is not None:
+        row["bound"] = medians[OTHER] / row["shortest_s"]
     figures = ", ".join(f"{name} {time * 1e3:.3f} ms" for name, time in medians.items())
     print(f"{path.stem}, {_threads(threads)}: {figures}: {row['speedup']:.2f}", file=sys.stderr)
     return row
@@ -180,21 +188,23 @@ def _error(outputs: Arrays, expected: Arrays) -> float:
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and lines of a table, a line per model: milliseconds and speedups by number of threads."""
+    """Return the heads and lines of a table, a line per model: by number of threads milliseconds, the speedup and the
+    bound on it."""
     counts = sorted({row["threads"] for row in rows})
     by = {(row["model"], row["threads"]): row for row in rows}
     heads = ["model"]
     for count in counts:
-        heads += [f"{PENSTOCK} ms, {_threads(count)}", f"{OTHER} ms", "speedup"]
+        heads += [f"{PENSTOCK} ms, {_threads(count)}", f"{OTHER} ms", "speedup", "bound"]
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         line = [model]
         for count in counts:
             row = by.get((model, count))
             if row is None:
-                line += [""] * 3
+                line += [""] * 4
                 continue
             line += [f"{row['medians'][name] * 1e3:.2f}" for name in (PENSTOCK, OTHER)] + [f"{row['speedup']:.2f}"]
+            line.append(f"{row['bound']:.2f}" if "bound" in row else "-")
         lines.append(line)
     return heads, lines
 
@@ -205,9 +215,14 @@ def means_of(rows: Sequence[Row]) -> list[str]:
     for count in sorted({row["threads"] for row in rows}):
         speedups = {row["model"]: row["speedup"] for row in rows if row["threads"] == count}
         mean = math.exp(statistics.fmean(map(math.log, speedups.values())))
+        bounds = [row["bound"] for row in rows if row["threads"] == count and "bound" in row]
         behind = [name for name, speedup in speedups.items() if speedup < 1]
         said = f"behind on {len(behind)}: {', '.join(behind)}" if behind else "behind on none"
         sentences.append(f"{_threads(count)}: geometric mean {mean:.2f} over {len(speedups)} models, {said}")
+        if bounds:
+            least = ", ".join(f"{goal} is possible on {sum(bound >= goal for bound in bounds)}" for goal in (1.0, 1.3))
+            most = statistics.geometric_mean(bounds)
+            sentences.append(f"{_threads(count)}: geometric mean of {len(bounds)} bounds {most:.2f}; {least}")
     return sentences
 
 

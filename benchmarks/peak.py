@@ -1,10 +1,11 @@
-"""The peak rates of one core of this machine: multiply-adds in registers, and streaming memory.
+"""The peak rates of cores of this machine: multiply-adds in registers, streaming memory, and reading a list.
 
-In: nothing but the machine. Out: floating-point operations per second in float32, and bytes per second read plus
-written. The first is a loop of independent multiply-adds on vectors that never leave registers, compiled for this CPU.
-The second is torch streaming a tensor larger than any cache. Both are the best of several tries, by processor time of
-the thread. Without a compiler the first is None, and the caller takes the best rate of a matrix product that it has
-seen.
+In: nothing but the machine. Out: floating-point operations per second in float32, and bytes per second. The first is a
+loop of independent multiply-adds on vectors that never leave registers, compiled for this CPU. Bytes read plus written
+are those of torch streaming a tensor larger than any cache. Bytes read are those of a compiled loop that adds up a list
+again and again, from whatever cache holds it. All are the best of several tries, by processor time of the thread.
+Without a compiler there is no such loop, and the caller takes the best rate of a matrix product that it has seen, or
+none.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 # More accumulators than latency times units, fewer than registers.
@@ -30,7 +32,9 @@ enum { WIDTH = 8, COUNT = 12 };
 #else
 enum { WIDTH = 4, COUNT = 12 };
 #endif
-typedef float vec __attribute__((vector_size(WIDTH * sizeof(float))));
+enum { BLOCK = 8 * WIDTH };
+typedef float vec __attribute__((vector_size(WIDTH * sizeof(float)), aligned(4)));
+extern "C" long block() { return BLOCK; }
 extern "C" double operations(long rounds) { return 2.0 * WIDTH * COUNT * rounds; }
 extern "C" float spin(long rounds) {
     vec sum[COUNT], x = {}, y = {};
@@ -44,14 +48,28 @@ extern "C" float spin(long rounds) {
     for (int i = 0; i < COUNT; ++i) for (int lane = 0; lane < WIDTH; ++lane) total += sum[i][lane];
     return total;
 }
+extern "C" float add_up(const float *list, long blocks, long rounds) {
+    vec sum[8] = {};
+    for (long round = 0; round < rounds; ++round)
+        for (long block = 0; block < blocks; ++block) {
+            const vec *from = (const vec *)(list + block * BLOCK);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) sum[i] += from[i];
+        }
+    float total = 0;
+    for (int i = 0; i < 8; ++i) for (int lane = 0; lane < WIDTH; ++lane) total += sum[i][lane];
+    return total;
+}
 """
 ROUNDS = 2_000_000
+# Bytes that a try of reading reads at least.
+READ = 1 << 27
 TRIES = 7
 COPIED = 1 << 26
 
 
 class RegisterLoop:
-    """The compiled loop; `rate` runs it."""
+    """The compiled loops; `rate` and `read_rate` run them."""
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory(prefix="peak-") as folder:
@@ -63,7 +81,9 @@ class RegisterLoop:
             self._library = ctypes.CDLL(str(library))
         self._library.operations.restype = ctypes.c_double
         self._library.operations.argtypes = self._library.spin.argtypes = [ctypes.c_long]
-        self._library.spin.restype = ctypes.c_float
+        self._library.spin.restype = self._library.add_up.restype = ctypes.c_float
+        self._library.block.restype = ctypes.c_long
+        self._library.add_up.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
 
     def rate(self) -> float:
         """Return floating-point operations per second, the best of several tries."""
@@ -72,6 +92,18 @@ class RegisterLoop:
             begin = time.thread_time()
             self._library.spin(ROUNDS)
             best = max(best, self._library.operations(ROUNDS) / (time.thread_time() - begin))
+        return best
+
+    def read_rate(self, size: int) -> float:
+        """Return bytes per second of adding up a list of about this many bytes, the best of several tries."""
+        block = self._library.block()
+        blocks = max(size // (4 * block), 1)
+        numbers = np.ones(blocks * block, np.float32)
+        rounds, best = max(READ // numbers.nbytes, 1), 0.0
+        for _ in range(TRIES):
+            begin = time.thread_time()
+            self._library.add_up(numbers.ctypes.data, blocks, rounds)
+            best = max(best, rounds * numbers.nbytes / (time.thread_time() - begin))
         return best
 
 
@@ -88,13 +120,23 @@ def rate_of_cores(loop: RegisterLoop, cores: Sequence[int]) -> float:
 
     Two that are threads of one core share its units.
     """
+    return _at_once(loop.rate, cores)
+
+
+def read_rate_of_cores(loop: RegisterLoop, cores: Sequence[int], size: int) -> float:
+    """Return bytes per second of some cores together that read equal parts of a list of this many bytes at once."""
+    return _at_once(lambda: loop.read_rate(size // len(cores)), cores)
+
+
+def _at_once(rate: Callable[[], float], cores: Sequence[int]) -> float:
+    """Return the sum of the rates of some cores, all busy at once."""
     begin = threading.Barrier(len(cores))
 
     def on(core: int) -> float:
         # The affinity of the calling thread alone.
         os.sched_setaffinity(0, {core})
         begin.wait()
-        return loop.rate()
+        return rate()
 
     with ThreadPoolExecutor(len(cores)) as threads:
         return sum(threads.map(on, cores))

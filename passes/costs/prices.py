@@ -92,7 +92,7 @@ TENSOR_CORES = 0.7
 # The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs
 # (docs/backends.md). It then needs this share of the multiplications of direct sums.
 _LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
-_MULTIPLIED = 4 / 9
+MULTIPLIED_BY_SQUARES = 4 / 9
 
 
 class Priced(NamedTuple):
@@ -194,7 +194,7 @@ def _on_tensor_cores(device: Device, family: str, dtype: str) -> float:
 def bound(ops: Sequence[Op], moved: float, device: Device) -> float:
     """Return a lower bound on the seconds of these operations as one kernel: all arithmetic at the full rate, every
     byte at the full bandwidth."""
-    flops = sum(cost_of(op).flops * (_MULTIPLIED if is_by_squares(op) else 1) for op in ops)
+    flops = sum(cost_of(op).flops * (MULTIPLIED_BY_SQUARES if is_by_squares(op) else 1) for op in ops)
     return max(flops / device.flops, moved / device.bandwidth)
 
 
