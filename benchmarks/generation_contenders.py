@@ -122,15 +122,16 @@ def llama_cpp(folder: Path, kind: str, threads: int, positions: int) -> Begin:
 def genai(folder: Path, kind: str, threads: int, positions: int) -> Begin:
     """Return steps of onnxruntime-genai over a model that its builder makes."""
     import onnxruntime_genai as og
-    from onnxruntime_genai.models.builder import create_model
+    from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
     out = folder / "genai"
-    if not out.exists():
-        create_model("", str(folder / "folder"), str(out), kind, "cpu", str(folder / "cache"))
-        settings = json.loads((out / "genai_config.json").read_text())
-        options = settings["model"]["decoder"]["session_options"]
-        options["intra_op_num_threads"] = threads
-        (out / "genai_config.json").write_text(json.dumps(settings))
+    config = out / "genai_config.json"
+    if not config.exists():
+        asked = ("", str(folder / "folder"), str(out), kind, "cpu", str(folder / "cache"))
+        create_model(*asked, **parse_extra_options(*asked, []))
+    settings = json.loads(config.read_text())
+    settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+    config.write_text(json.dumps(settings))
     model = og.Model(str(out))
 
     def begin() -> Step:

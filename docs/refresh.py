@@ -370,12 +370,12 @@ def exported_models() -> str:
     return "\n".join([markdown(*table_of(document["rows"])), "", *sentences]) + "\n"
 
 
-def generation_rates() -> str:
-    """How fast text was generated beside others in the committed run."""
+def generation_rates(run: str) -> str:
+    """How fast text was generated beside others in a committed run."""
     sys.path.append(str(HERE.parent / "benchmarks"))
     from generation import table
 
-    document = json.loads((HERE.parent / "benchmarks/results/generation.json").read_text(encoding="utf-8"))
+    document = json.loads((HERE.parent / f"benchmarks/results/{run}.json").read_text(encoding="utf-8"))
     return table(document["results"]) + "\n"
 
 
@@ -435,7 +435,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "collective-times": committed_table("collectives"),
     "export-verdicts": export_verdicts,
     "exported-models": exported_models,
-    "generation-rates": generation_rates,
+    "generation-rates": partial(generation_rates, "generation"),
+    "generation-genai": partial(generation_rates, "generation-genai"),
     "step-accounts": step_accounts,
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
     "all-commands": reference("commands"),
