@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -34,6 +35,8 @@ Decode = Callable[[int, dict[str, np.ndarray]], np.ndarray]
 Prompt = str | Sequence[int]
 
 _MOST_SEED = 1 << 64
+# Temperatures beyond these draw as these do, and their quotients are numbers of 32 bits.
+_COLDEST, _HOTTEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class GenerationOptions:
 
     def draw(self, facts: GenerationFacts) -> Draw:
         """Return how tokens are chosen, with the model's own where nothing else is said. Raise UsageError otherwise."""
+        whole = {"tokens": self.tokens, "top_k": self.top_k or 0, "seed": self.seed}
+        if broken := [f"{name} {value!r}" for name, value in whole.items() if not isinstance(value, SupportsIndex)]:
+            raise UsageError(f"{', '.join(broken)}, expected whole numbers", where="generate")
         temperature = facts.temperature if self.temperature is None else float(self.temperature)
         top_k = facts.top_k if self.top_k is None else self.top_k
         top_p = facts.top_p if self.top_p is None else float(self.top_p)
@@ -64,6 +70,8 @@ class GenerationOptions:
         ]
         if problems:
             raise UsageError("; ".join(problems), where="generate")
+        if temperature > 0:
+            temperature = min(max(temperature, _COLDEST), _HOTTEST)
         return Draw(temperature, top_k, top_p, self.seed)
 
 
@@ -142,7 +150,7 @@ class TextGenerator:
         facts, limits = self.facts, self.facts.limits
         batcher = Batcher(limits)
         for prompt in prompts:
-            batcher.add(prompt, min(most, facts.context - len(prompt) + 1), draw, facts.ends)
+            batcher.add(prompt, min(most, facts.context - len(prompt)), draw, facts.ends)
         streams = [None if self.codec is None else TextStream(self.codec) for _ in prompts]
         began = time.monotonic()
         first: set[int] = set()
@@ -186,8 +194,8 @@ def _problem(prompt: Sequence[int], facts: GenerationFacts) -> str:
     """Return why a prompt cannot be continued, "" if it can."""
     if not prompt:
         return "has no tokens"
-    if len(prompt) > facts.context:
-        return f"has {len(prompt)} tokens"
+    if len(prompt) >= facts.context:
+        return f"has {len(prompt)} tokens, which leaves none for its text"
     strange = [token for token in prompt if not 0 <= token < facts.words]
     return f"token {strange[0]} is not in 0..{facts.words - 1}" if strange else ""
 

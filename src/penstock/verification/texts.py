@@ -41,7 +41,7 @@ def verify_text(bundle: Bundle, seed: int, tolerance: float | None) -> int:
             "the bundle holds no reference model to compare with", where=str(bundle.path), hint="compile it again"
         )
     facts, limit = model.generator.facts, TOLERANCE if tolerance is None else tolerance
-    most = min(max(facts.rungs), facts.context)
+    most = min(max(facts.rungs), facts.context - 1)
     draw = np.random.default_rng(seed)
     lengths = sorted({max(1, most // 4), max(1, most // 2), 1, min(5, most)})
     prompts = [draw.integers(0, facts.words, length).tolist() for length in lengths]

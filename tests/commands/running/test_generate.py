@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +22,9 @@ from samples.huggingface.folders import FAMILIES, write_folder, write_tokenizer
 
 import penstock as ps
 from penstock.commands.parser import main
+from penstock.commands.running.generate import GenerateOptions, generate
 from penstock.runtime.generation.batcher import Batcher
+from penstock.runtime.generation.generator import TextPiece
 from penstock.support.errors import UsageError
 
 TOKENS = 12
@@ -86,6 +92,55 @@ def test_a_drawn_text_depends_on_its_seed_and_not_on_its_company(bundle):
 def test_a_token_is_a_whole_number(bundle):
     with pytest.raises(TypeError, match="float"):
         ps.load(bundle).generate([1.5], tokens=1)
+
+
+def test_settings_of_a_text_are_numbers_that_can_be_meant(bundle):
+    model = ps.load(bundle)
+    for strange in ({"tokens": 2.5}, {"tokens": 2, "top_k": 1.5}, {"tokens": 2, "seed": 0.5}):
+        with pytest.raises(UsageError, match="whole number"):
+            model.generate([1], **strange)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hot, hotter = (list(model.generate([1, 2], tokens=6, temperature=t, seed=3)) for t in (1e30, 1e300))
+        cold = list(model.generate([1, 2], tokens=6, temperature=1e-300, seed=3))
+    assert hot == hotter != cold == list(model.generate([1, 2], tokens=6))
+
+
+def test_a_prompt_with_its_text_has_as_many_tokens_as_the_context(bundle):
+    model = ps.load(bundle)
+    for length in (40, 63):
+        pieces = list(model.generate_many([[7] * length], tokens=100))
+        assert pieces[-1].ended == "length"
+        assert length + len(pieces) == 64
+    with pytest.raises(UsageError, match="leaves none"):
+        model.generate([7] * 64)
+
+
+def test_stdout_of_ascii_gets_escapes(monkeypatch):
+    """The control: the characters themselves cannot be written there."""
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", written)
+    pieces = [TextPiece(0, "你", 1), TextPiece(0, "🙂!", 2, "length")]
+    answering = SimpleNamespace(generate_many=lambda prompts, how: iter(pieces))
+    for as_json in (False, True):
+        generate(answering, ["x"], GenerateOptions("b", "x", json=as_json))
+    plain, line, _ = written.buffer.getvalue().decode("ascii").split("\n")
+    assert plain == "\\u4f60\\U0001f642!"
+    assert json.loads(line)["text"] == "你🙂!"
+    with pytest.raises(UnicodeEncodeError):
+        written.write("你")
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_compile(tmp_path, capsys):
+    write_folder(tmp_path / "m", "llama", num_hidden_layers=1)
+    words = ["compile", f"hf:{tmp_path / 'm'}", "-o", str(tmp_path / "b"), "--generate", "--backend", "numpy"]
+    words += ["--context", "4", "--sequences", "1"]
+    (tmp_path / "m" / "tokenizer.json").write_text("{")
+    refused(words, capsys, 2, "tokenizer cannot be read")
+    assert not (tmp_path / "b").exists()
+    write_tokenizer(tmp_path / "m")
+    assert main(words) == 0
+    assert "the tokenizer knows" in capsys.readouterr().err
 
 
 def test_iterators_that_take_turns(bundle):

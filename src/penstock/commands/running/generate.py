@@ -83,15 +83,23 @@ def generate(generator: TextGenerator, prompts: list[Prompt], options: GenerateO
         ended[piece.prompt] = piece.ended
         while shown < len(prompts):
             if not options.json:
-                sys.stdout.write(texts[shown][said:])
+                sys.stdout.write(_writable(texts[shown][said:]))
                 said = len(texts[shown])
             if not ended[shown]:
                 break
             if options.json:
-                sys.stdout.write(json.dumps(_answer(shown, texts, counts, ended), ensure_ascii=False))
+                answer = _answer(shown, texts, counts, ended)
+                line = json.dumps(answer, ensure_ascii=False)
+                sys.stdout.write(line if _writable(line) == line else json.dumps(answer))
             sys.stdout.write("\n")
             shown, said = shown + 1, 0
         sys.stdout.flush()
+
+
+def _writable(text: str) -> str:
+    """Return a text with escapes in place of the characters that the encoding of stdout does not have."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _answer(number: int, texts: list[str], counts: list[int], ended: list[str]) -> dict[str, Any]:

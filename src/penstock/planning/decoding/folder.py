@@ -18,9 +18,10 @@ from penstock.planning.pipeline import plan_model
 from penstock.planning.plan import Plan
 from penstock.planning.watching import SILENT, Feedback
 from penstock.runtime.generation.facts import FACTS, FOLDER, GenerationFacts
+from penstock.runtime.generation.text import TOKENIZER, TextCodec
 from penstock.runtime.generation.turn import TOKENS
 from penstock.support.errors import UsageError
-from penstock.support.words import counted
+from penstock.support.words import counted, itemised
 
 # Tokens of turns. A turn of the smaller ones takes as long as its weights take to be read.
 RUNGS = (1, 4, 16, 64, 256)
@@ -35,14 +36,17 @@ def load_decoder(source: str, settings: GenerationSettings, feedback: Feedback =
         folder = open_folder(source.removeprefix(FOLDER_PREFIX))
         longest = longest_context(folder.config)
         context = settings.context or min(longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+        if context < 2:
+            raise UsageError("a context of 1 leaves no token for a text", where=str(folder.path), hint="--context 2")
         rungs = rungs_for(context, settings.sequences)
         imported = import_folder(folder, DecoderSizes(context, settings.sequences, rungs, settings.logits))
         largest = imported[rungs[-1]]
         facts = facts_of(folder.config, folder.generation, context, settings.sequences, rungs, largest.module)
         files = {FACTS: facts.encode(), **folder.texts}
+        lines = (*largest.report, *_check_text(files, facts, str(folder.path)))
         attachments = {f"{FOLDER}/{name}": data for name, data in files.items()}
-        said += largest.report
-        return {rung: Model(replace(one, attachments=attachments)) for rung, one in imported.items()}
+        said += lines
+        return {rung: Model(replace(one, attachments=attachments, report=lines)) for rung, one in imported.items()}
 
 
 def plan_decoder(
@@ -77,23 +81,58 @@ def facts_of(
 ) -> GenerationFacts:
     """Return what a bundle knows about text. generation_config.json counts more than config.json."""
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    listed = ends if isinstance(ends, list) else [ends]
+    listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
     words = config.get("vocab_size")
     if not isinstance(words, int) or words < 1:
         raise UsageError(f"vocab_size is {words!r}, expected a number", where=module.name)
-    draws = generation.get("do_sample") is True
-    return GenerationFacts(
-        context,
-        sequences,
-        rungs,
-        words,
-        tuple(end for end in listed if isinstance(end, int)),
-        _number(generation, "temperature", 1.0) if draws else 0.0,
-        int(_number(generation, "top_k", 0)) if draws else 0,
-        _number(generation, "top_p", 1.0) if draws else 1.0,
-    )
+    problems = [
+        f"eos_token_id {end!r}, expected a token from 0 to {words - 1}"
+        for end in listed
+        if type(end) is not int or not 0 <= end < words
+    ]
+    if (draws := generation.get("do_sample")) not in (True, False, None):
+        problems.append(f"do_sample {draws!r}, expected true or false")
+    chosen = dict(_GREEDY)
+    if draws is True:
+        chosen = {
+            name: default if (value := generation.get(name)) is None else value for name, default in _DRAWN.items()
+        }
+        problems += [
+            f"{name} {value!r}, expected {_RANGES[name]}"
+            for name, value in chosen.items()
+            if not _in_range(name, value)
+        ]
+    if problems:
+        raise UsageError("settings of text do not fit:" + itemised(problems), where=module.name)
+    ending = tuple(dict.fromkeys(listed))
+    how = (float(chosen["temperature"]), int(chosen["top_k"]), float(chosen["top_p"]))
+    return GenerationFacts(context, sequences, rungs, words, ending, *how)
 
 
-def _number(settings: Mapping[str, Any], name: str, default: float) -> float:
-    value = settings.get(name)
-    return float(value) if isinstance(value, int | float) else default
+# How tokens are chosen where a model says nothing else: the likeliest one, or a draw from all.
+_GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+_DRAWN = {**_GREEDY, "temperature": 1.0}
+_RANGES = {
+    "temperature": "a number of 0 or more",
+    "top_k": "a whole number of 0 or more",
+    "top_p": "a number above 0 and at most 1",
+}
+
+
+def _in_range(name: str, value: object) -> bool:
+    """Return whether a file's value of a setting is one that `_RANGES` describes."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if name == "top_k":
+        return isinstance(value, int) and 0 <= value < 1 << 31
+    return 0 <= value < float("inf") if name == "temperature" else 0 < value <= 1
+
+
+def _check_text(files: Mapping[str, bytes], facts: GenerationFacts, where: str) -> list[str]:
+    """Read the tokenizer of a folder, so that an error in it ends the compile. Return lines of the report."""
+    if TOKENIZER not in files:
+        return ["no tokenizer.json: prompts are lists of tokens"]
+    words = TextCodec(files[TOKENIZER], f"{where}/{TOKENIZER}").words
+    if words > facts.words:
+        return [f"the tokenizer knows {words} tokens, the model {facts.words}: prompts with the others are refused"]
+    return []
