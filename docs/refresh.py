@@ -50,6 +50,11 @@ def ops() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def zero_levels() -> str:
+    """The levels of the pass `zero`."""
+    return docstring("penstock.passes.sharding.replicas.zero", "level ", "Types say it")
+
+
 def coverage_words() -> str:
     """What stands in the columns of the op table."""
     from penstock.inspection.reference.coverage import MEANINGS
@@ -424,6 +429,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bundle-files": lambda: docstring("penstock.backends.bundle.format", "manifest.json", "`open_bundle`"),
     "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint.format", "DIR/latest", "A checkpoint is"),
     "seeded-bugs": lambda: seeded_bugs(),
+    "zero": lambda: zero_levels(),
     "walk-wrong-number": lambda: walkthrough("wrong-number"),
     "walk-hang": lambda: walkthrough("hang"),
     "walk-does-not-fit": lambda: walkthrough("does-not-fit"),

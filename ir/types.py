@@ -112,6 +112,11 @@ class TensorType(NamedTuple):
         """The type of the whole tensor on one device."""
         return self if self.is_plain else TensorType(self.dtype, self.shape)
 
+    @property
+    def every_axis(self) -> tuple[str, ...]:
+        """The axes that split a dimension, and those over which sums are to be added up."""
+        return (*(axis for axes in self.axes for axis in axes), *self.partial)
+
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """Return the axes that split a dimension."""
         return self.axes[dim] if self.axes else ()

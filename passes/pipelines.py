@@ -26,6 +26,7 @@ from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
 from penstock.passes.sharding.localize import LocalizeOptions, localize
+from penstock.passes.sharding.replicas.zero import ZeroOptions, zero
 from penstock.passes.sharding.shard import ShardOptions, shard
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 from penstock.passes.training.guard import GuardOptions, guard
@@ -51,6 +52,7 @@ PASSES: dict[str, Pass] = {
         Pass("schedule", schedule, ScheduleOptions, needs=("staged",), gives=("scheduled",)),
         Pass("weight-versions", weight_versions, WeightVersionsOptions, needs=("scheduled",), gives=("versioned",)),
         Pass("localize", localize, LocalizeOptions, needs=("staged", "sharded")),
+        Pass("zero", zero, ZeroOptions, needs=("versioned",)),
         Pass("wire", wire, WireOptions, needs=("staged",)),
         Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
         Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
@@ -86,7 +88,8 @@ class PipelineOptions:
     between stages; `recompute` is what is computed again in the backward pass: auto, none or all; `shares` are how many
     microbatches each device of a stage runs; `library`, where there are GPUs, is who computes contractions on them;
     `guard` what is done about the gradient before it is used; `mesh` the axes of every stage's devices, `layouts` how
-    tensors lie on them; `weights` the bits of weights in inference."""
+    tensors lie on them; `weights` the bits of weights in inference; `zero` the level at which replicas share
+    variables out."""
 
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -99,6 +102,7 @@ class PipelineOptions:
     mesh: str = ""
     layouts: tuple[str, ...] = ()
     weights: int = 32
+    zero: int = 0
 
 
 DEFAULTS = PipelineOptions()
@@ -179,6 +183,13 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
         ),
         PipelineEntry("weight-versions", {}, "needs to know which forwards run before which update"),
         _localize(options),
+        PipelineEntry(
+            "zero",
+            {"level": options.zero or 1},
+            "on what one device does: collectives over replicas follow from the types of variables",
+            bool(options.zero),
+            "--zero",
+        ),
     ]
 
 

@@ -81,6 +81,7 @@ def plan(
     hints: bool = True,
     mesh: str = "",
     shard: str | Sequence[str] | Mapping[str, Any] = (),
+    zero: int = 0,
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
@@ -99,7 +100,7 @@ def plan(
 
     `mesh` names the axes of every stage's devices, such as `dp=2,tp=2`. Along dp microbatches are dealt out; over other
     axes tensors are split as `shard` says: `preset:megatron`, `FILE.toml`, `"w=[_,/tp]"`, or a mapping of names to
-    tuples such as `(None, "tp")`, or of modules to styles of torch's `parallelize_module`.
+    tuples such as `(None, "tp")`, or to styles of torch's `parallelize_module`. `zero`: docs/sharding.md.
     """
     options = PlanOptions(
         schedule=schedule,
@@ -117,6 +118,7 @@ def plan(
         hints=hints,
         mesh=mesh,
         shard=layouts_of(shard),
+        zero=zero,
     )
     return family.plan_family(model, cluster, training, options, Feedback(dump, progress))
 

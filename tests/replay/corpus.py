@@ -34,7 +34,7 @@ PAIRS = ("cpu:0 cpu:1", "cpu:2 cpu:3")
 @dataclass(frozen=True)
 class Case:
     """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some
-    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors. For inference,
+    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors, `zero` variables. For inference,
     `weights` are the bits of weights, and `bounded` lets the number of samples change."""
 
     make: Callable[[], ps.Model]
@@ -51,6 +51,7 @@ class Case:
     layouts: tuple[str, ...] = ()
     weights: int = 32
     bounded: bool = False
+    zero: int = 0
 
 
 def trained(
@@ -106,6 +107,8 @@ CASES: dict[str, Case] = {
         mesh="dp=2,tp=2",
         layouts=("preset:sequence",),
     ),
+    "mlp-zero-1": Case(lambda: models.mlp(*WIDE), trained(ADAMW, clip=1.0), "2bw", FOUR, PAIRS, mesh="dp=2", zero=1),
+    "mlp-zero-3": Case(lambda: models.mlp(*WIDE), trained(ADAMW), devices=FOUR, groups=PAIRS, mesh="dp=2", zero=3),
     "mlp-uneven": Case(
         lambda: models.mlp(*WIDE),
         trained(ADAMW),
@@ -219,5 +222,6 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
         guard=case.training.guard_options(),
         mesh=case.mesh,
         layouts=case.layouts,
+        zero=case.zero,
     )
     return module, training_pipeline(case.training.pass_options(), cuts, options)

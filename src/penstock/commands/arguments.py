@@ -115,7 +115,7 @@ def _add_dividing(dividing: Flags) -> None:
         help="carry out this plan: what `penstock plan --json` printed, or the plan.json of a bundle, perhaps edited",
     )
     show_rarely(plan)
-    add_settings(dividing, PlanOptions, "mesh", "shard")
+    add_settings(dividing, PlanOptions, "mesh", "shard", "zero")
     add_settings(dividing, PlanOptions, "replicas", "recompute", "wire", left_open=True)
     add_settings(dividing, PlanOptions, "split_at", "hints", "cuda_libraries")
 

@@ -13,6 +13,7 @@ from penstock.passes.manager import Call, print_pipeline
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.memory.recompute import RecomputeOptions
 from penstock.passes.rewrite.precision import PrecisionOptions
+from penstock.passes.sharding.replicas.zero import ZeroOptions
 from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.simulator.forecast import binding
 
@@ -68,7 +69,9 @@ def replica_shares(module: Module, stage: int) -> list[int]:
 def _mesh_facts(calls: Sequence[Call]) -> dict[str, Any]:
     """Return the axes of the stages' devices and the given layouts; nothing of a plan without a mesh."""
     options = next((call.options for call in calls if isinstance(call.options, ShardOptions)), None)
-    return {} if options is None else {"mesh": options.mesh, "shard": list(options.given)}
+    level = next((call.options.level for call in calls if isinstance(call.options, ZeroOptions)), 0)
+    zero = {"zero": level} if level else {}
+    return {} if options is None else {"mesh": options.mesh, "shard": list(options.given), **zero}
 
 
 def predicted_facts(predicted: Predicted) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
 from penstock.ir.training.rates import EXAMPLES
-from penstock.support.settings import POSITIVE, required, setting, shared
+from penstock.support.settings import LEVEL, POSITIVE, required, setting, shared
 
 FLOATS = ("f32", "bf16", "f16")
 # What stands in front of the path of a folder of Hugging Face.
@@ -57,6 +57,13 @@ class PlanOptions:
         "layouts on the mesh: preset:megatron, preset:spatial, FILE.toml, or 'h.*.weight=[_,/tp]' (docs/sharding.md)",
         shown="LAYOUT",
         many=True,
+    )
+    zero: int = setting(
+        0,
+        "what replicas hold a part of, for less memory: 1 optimiser state, 2 also gradients, 3 also weights; 1 moves "
+        "no more bytes, 2 and 3 exchange in every microbatch (default: 0)",
+        check=LEVEL,
+        shown="LEVEL",
     )
     precision: str | None = setting(
         None,
@@ -194,9 +201,6 @@ class GenerationSettings:
     )
     sequences: int = setting(
         8, "texts at once; caches have room for all of them (default: 8)", check=POSITIVE, shown="N", rare=True
-    )
-    cache: str = setting(
-        "f32", "element type of keys and values in caches (default: f32)", choices=("f32", "bf16"), rare=True
     )
     logits: bool = setting(False, "give the logits beside the tokens, to compare them", rare=True)
 

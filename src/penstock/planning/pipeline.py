@@ -69,6 +69,7 @@ def plan_model(
     layouts = follow_configurations(model.imported.hints, options, len(cluster.devices))
     if layouts.layouts:
         options = replace(options, mesh=layouts.mesh, shard=tuple(layouts.layouts.values()))
+    options = _with_replicas(options, training is not None)
     options = replace(options, devices=tuple(map(tuple, options.devices)) or _in_groups(cluster, options))
     _check_alike(cluster, options.devices)
     shares = _shares(cluster, options)
@@ -153,6 +154,7 @@ def _pipeline(
         mesh=options.mesh,
         layouts=layouts_of(options.shard),
         weights=WEIGHTS[options.weights],
+        zero=options.zero,
     )
     if training is not None and options.weights != "f32":
         raise UsageError(
@@ -164,6 +166,18 @@ def _pipeline(
     settings = replace(settings, precision=options.precision or training.precision, guard=training.guard_options())
     module = with_batch_dims(attach_loss(module, training, model.imported.names), model.imported.symbols)
     return module, training_pipeline(training.pass_options(), cuts, settings)
+
+
+def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:
+    """Return options in which replicas that share variables out are an axis of a mesh."""
+    if not options.zero:
+        return options
+    if not trains:
+        raise UsageError("--zero shares out what training holds", hint="compile with --loss")
+    replicas = options.replicas if not options.mesh else parse_mesh(options.mesh).get(REPLICAS, 1)
+    if replicas < 2:
+        raise UsageError("--zero shares variables out among replicas, and there are none", hint="take --replicas 2")
+    return options if options.mesh else replace(options, mesh=f"{REPLICAS}={replicas}", replicas=1)
 
 
 def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:

@@ -34,6 +34,7 @@ _READ = (
     "recompute",
     "mesh",
     "shard",
+    "zero",
     "stages",
 )
 _TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")
@@ -96,7 +97,7 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         "shares": [stage.get("shares", [count]) for stage in stages],
     }
     return options | {
-        name: content[name] for name in ("precision", "wire", "mesh", "shard") if name in content
+        name: content[name] for name in ("precision", "wire", "mesh", "shard", "zero") if name in content
     }, samples
 
 

@@ -39,6 +39,7 @@ def _whole(low: int, end: int) -> Callable[[str], int]:
 POSITIVE = Check("a whole number from 1 on", _whole(1, 2**31))
 # Zero is a number, too. Values that are no numbers get the same message.
 WHOLE = Check(POSITIVE.expected, lambda text: 0 if text == "0" else POSITIVE.read(text))
+LEVEL = Check("a level from 0 to 3", _whole(0, 4))
 SEED = Check(f"a whole number from 0 to {2**63 - 1}", _whole(0, 2**63))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.action_kinds import NORM_PARTS, PARTS
-from penstock.ir.graph import Module, Op, graph_kind
+from penstock.ir.graph import REPLICAS, Module, Op, graph_kind
 from penstock.ir.interpreter.ops import Array
 from penstock.ir.interpreter.recurrence import run_recurrence
 from penstock.ir.interpreter.schedules import watch_ranks
@@ -86,8 +86,8 @@ class PartsComparison:
         def watch(rank: int, graph: str, number: int, op: Op, results: Sequence[Array]) -> None:
             kind = graph_kind(graph)
             if kind not in (PARTS, NORM_PARTS):
-                for value, array in zip(op.outs, results, strict=True):
-                    wrong.extend(self._seen(rank, graph, op, (kind in PER_BATCH, number, value.name), array))
+                for i, (value, array) in enumerate(zip(op.outs, results, strict=True)):
+                    wrong.extend(self._seen(rank, graph, op, (kind in PER_BATCH, number, value.name), array, i))
 
         try:
             watch_ranks(self.local, weights, [batch], watch)
@@ -108,7 +108,7 @@ class PartsComparison:
         run_recurrence(self.whole, weights, [batch], watch=watch)
         return values
 
-    def _seen(self, rank: int, graph: str, op: Op, key: Key, array: Array) -> Iterator[PartOff]:
+    def _seen(self, rank: int, graph: str, op: Op, key: Key, array: Array, result: int = 0) -> Iterator[PartOff]:
         """Keep a part of a value. Yield what is off once all ranks of the team have theirs."""
         if key not in self._right:
             return
@@ -119,7 +119,8 @@ class PartsComparison:
             return
         del self._held[team[0], key]
         self.compared += 1
-        t, right, wrong = self.types[key[2]], self._right[key], dict[int, float]()
+        right, wrong = self._right[key], dict[int, float]()
+        t = _over_replicas(self.types[key[2]], op.outs[result].type, self.seats[rank][0].sizes)
         for other in team:
             mesh, place = self.seats[other]
             here = [r for r in team if self.seats[r][1] in mesh.group(place, t.partial)] if t.partial else [other]
@@ -152,6 +153,17 @@ class PartsComparison:
             if not off.error <= self.allowed.widened(moved, "what the whole program moves by").error:
                 return off
         return None
+
+
+def _over_replicas(t: TensorType, local: TensorType, sizes: Mapping[str, int]) -> TensorType:
+    """Return the type of a value of which replicas have parts: those of an update over replicas are smaller along one
+    dimension."""
+    for dim in range(t.rank):
+        axes = [(*t.axes_of(i), REPLICAS) if i == dim else t.axes_of(i) for i in range(t.rank)]
+        split = t.laid(axes, t.partial, [t.blocks_of(i) for i in range(t.rank)])
+        if t.local(sizes).shape != local.shape == split.local(sizes).shape:
+            return split
+    return t
 
 
 def _axes(op: Op, t: TensorType) -> tuple[str, ...]:

@@ -165,7 +165,18 @@ def _from_file(
     from penstock.planning.plan_file import load_plan_file  # lazy: heavy
 
     source.check()
-    fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute", "mesh", "shard")
+    fixed = (
+        "batch",
+        "stages",
+        "microbatches",
+        "split_at",
+        "replicas",
+        "schedule",
+        "recompute",
+        "mesh",
+        "shard",
+        "zero",
+    )
     flags = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
     if flags:
         raise UsageError(

@@ -39,8 +39,7 @@ def load_decoder(source: str, settings: GenerationSettings, feedback: Feedback =
         if context < 2:
             raise UsageError("a context of 1 leaves no token for a text", where=str(folder.path), hint="--context 2")
         rungs = rungs_for(context, settings.sequences)
-        sizes = DecoderSizes(context, settings.sequences, rungs, settings.logits, settings.cache)
-        imported = import_folder(folder, sizes)
+        imported = import_folder(folder, DecoderSizes(context, settings.sequences, rungs, settings.logits))
         largest = imported[rungs[-1]]
         facts = facts_of(folder.config, folder.generation, context, settings.sequences, rungs, largest.module)
         files = {FACTS: facts.encode(), **folder.texts}

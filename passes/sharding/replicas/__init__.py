@@ -1,0 +1,1 @@
+"""Variables over the replicas of a stage: parts of optimiser state, gradients and weights on each of them."""

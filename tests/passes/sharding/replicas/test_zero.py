@@ -1,0 +1,179 @@
+"""Variables over replicas, by `zero`: levels of it train as level 0 does, with the bytes that formulas say.
+
+The judge is the interpreter, all ranks in lockstep. Level 0 sums gradients by `AR`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.ir.collective_calls import calls_of, sent_bytes
+from penstock.ir.graph import GRAD, PARAM, STATE, Module
+from penstock.ir.interpreter.recurrence import InterpretedRun
+from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.ops import make
+from penstock.ir.verify.verifier import check
+from penstock.support.errors import UsageError
+
+STEPS, BATCH, WIDTH = 3, 4, 8
+
+
+@cache
+def model() -> ps.Model:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))
+    return ps.from_torch(layers, (torch.randn(BATCH, WIDTH),))
+
+
+@cache
+def planned(
+    level: int, mesh: str = "dp=2", stages: int = 1, schedule: str = "1f1b", count: int = 4, clip: float = 0.0
+) -> Module:
+    devices = stages * int(np.prod([int(part.partition("=")[2]) for part in mesh.split(",")]))
+    training = ps.Training("cross_entropy", ps.AdamW(lr=1e-2), count, clip=clip)
+    shard = ("preset:megatron",) if "tp" in mesh else ()
+    return ps.plan(
+        model(),
+        ps.Cluster.local(devices),
+        training,
+        mesh=mesh,
+        shard=shard,
+        stages=stages,
+        schedule=schedule,
+        zero=level,
+    ).module
+
+
+def trained(module: Module) -> InterpretedRun:
+    rng = np.random.default_rng(1)
+    image, labels = module.data_inputs
+    assert module.schedule is not None
+    samples = module.schedule.microbatches * image.type.dims[0]
+    batches = [
+        {image.name: rng.normal(size=(samples, WIDTH)), labels.name: rng.integers(0, 4, samples)} for _ in range(STEPS)
+    ]
+    weights = {name: np.asarray(x) for name, x in model().imported.weights.items()}
+    return run_schedule(module, weights, batches)
+
+
+def same_losses(module: Module, other: Module) -> bool:
+    mine, theirs = (trained(m).losses for m in (module, other))
+    return list(mine) == list(theirs)
+
+
+def bytes_of(module: Module, role: str) -> int:
+    return sum(
+        module.local_type(v.type, v.stage or 0).nbytes for v in module.vars.values() if v.role == role and v.type.rank
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_level_one_is_level_zero_to_the_last_bit(schedule: str, stages: int) -> None:
+    plain, split = (planned(level, stages=stages, schedule=schedule) for level in (0, 1))
+    check(split, split.facts)
+    assert same_losses(split, plain)
+
+
+def moved(module: Module) -> int:
+    """Return the bytes that a rank sends in collectives of a batch."""
+    counts = {"F": 1, "B": 1, "W": 1, "U": 1, "N": 1, "P": 1}
+    replicas = module.mesh_of(0).sizes["dp"]
+    return sum(
+        sent_bytes(call.op, replicas) * counts[name.rpartition(".")[2]]
+        for name, graph in module.graphs.items()
+        for call in calls_of(graph)
+    )
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_bytes_are_those_of_the_formulas(replicas: int) -> None:
+    plain = planned(0, f"dp={replicas}", count=replicas)
+    one, two, three = (planned(level, f"dp={replicas}", count=replicas) for level in (1, 2, 3))
+    whole = bytes_of(plain, PARAM)
+    assert [bytes_of(m, STATE) * replicas for m in (one, two, three)] == [2 * whole] * 3
+    assert [bytes_of(m, GRAD) * n for m, n in ((one, 1), (two, replicas), (three, replicas))] == [whole] * 3
+    assert [bytes_of(m, PARAM) * n for m, n in ((one, 1), (two, 1), (three, replicas))] == [whole] * 3
+    assert moved(one) * replicas == moved(two) * replicas == 2 * whole * (replicas - 1)
+    # A bias is not read in the backward graph, and is gathered once.
+    backward = {op.var for op in three.graphs["s0.B"].ops if op.kind == "read"}
+    again = sum(three.vars[name].type.nbytes for name in backward)
+    assert moved(three) * replicas == (2 * whole + again) * (replicas - 1)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_every_level_is_level_zero_with_a_microbatch_each(level: int, replicas: int) -> None:
+    plain, split = (planned(n, f"dp={replicas}", count=replicas) for n in (0, level))
+    check(split, split.facts)
+    assert same_losses(split, plain)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_levels_with_stages_and_tensors_split_besides(level: int, schedule: str) -> None:
+    plain, split = (planned(n, "dp=2,tp=2", 2, schedule) for n in (0, level))
+    check(split, split.facts)
+    mine, theirs = (trained(m).losses for m in (split, plain))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_clipping_by_the_norm_is_level_zero_to_the_last_bit(level: int) -> None:
+    plain, split = (planned(n, stages=2, clip=0.1) for n in (0, level))
+    assert bytes_of(split, STATE) * 2 == bytes_of(plain, STATE)
+    assert same_losses(split, plain)
+
+
+def test_parts_of_dimensions_that_do_not_divide_are_padded() -> None:
+    plain, split = (planned(level, "dp=3", count=3) for level in (0, 1))
+    assert any(v.type.axes and v.type.dims[0] % 3 for v in split.vars.values())
+    assert same_losses(split, plain)
+
+
+def with_parts_swapped(module: Module) -> Module:
+    """Return the program in which new weights are gathered of parts that lie one rank further."""
+    graph = module.graphs["s0.U"]
+    at = next(i for i, op in enumerate(graph.ops) if op.kind == "all_gather")
+    shift = make("shift", graph.ops[at].ins, ["moved"], by=1, over="dp")
+    gather = graph.ops[at].with_ins(shift.outs)
+    return module.with_graph(replace(graph, ops=(*graph.ops[:at], shift, gather, *graph.ops[at + 1 :])))
+
+
+def without_sum(module: Module) -> Module:
+    """Return the program in which ranks take their own gradients, for one parameter."""
+    graph = module.graphs["s0.U"]
+    at = next(i for i, op in enumerate(graph.ops) if op.kind == "reduce_scatter")
+    (total,), (part,) = graph.ops[at].ins, graph.ops[at].outs
+    stop = (part.type.dims[0], *total.type.dims[1:])
+    own = make("slice", (total,), [part.name], start=(0,) * total.type.rank, stop=stop, step=(1,) * total.type.rank)
+    return module.with_graph(replace(graph, ops=(*graph.ops[:at], own, *graph.ops[at + 1 :])))
+
+
+@pytest.mark.parametrize("spoil", [with_parts_swapped, without_sum])
+def test_a_swapped_part_and_a_dropped_sum_are_seen(spoil: Callable[[Module], Module]) -> None:
+    assert not same_losses(spoil(planned(1)), planned(0))
+
+
+def test_what_cannot_be_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match="there are none"):
+        ps.plan(model(), ps.Cluster.local(2), ps.Training("cross_entropy"), zero=1)
+    with pytest.raises(UsageError, match="training holds"):
+        ps.plan(model(), ps.Cluster.local(2), mesh="dp=2", zero=1)
+
+
+def test_products_of_an_update_keep_their_matrices_whole() -> None:
+    training = ps.Training("cross_entropy", ps.Muon(lr=1e-2), 2)
+    plan = ps.plan(model(), ps.Cluster.local(2), training, mesh="dp=2", zero=1)
+    laid = {name: var.type for name, var in plan.module.vars.items()}
+    assert any(t.is_plain for name, t in laid.items() if name.endswith(".muon"))
+    assert any("whole tensors" in note.text for note in plan.module.notes if note.origin == "zero")
+    check(plan.module, plan.module.facts)
