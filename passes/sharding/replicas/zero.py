@@ -11,8 +11,8 @@ each replica holds a part of the optimiser's state, of gradients from level 2 on
 
 Types say it, and collectives follow from them. The dimension is the first one that divides, else the largest, whose
 last parts are padded. Only parameters whose update is elementwise are split: what a product of an update needs, as
-muon's, stays whole. A gradient that norms (N) or other stages (P) use is still summed whole by `AR`; U takes its part
-of the sum, and the parameter has level 1. Sums run in the order of ranks.
+muon's, stays whole, and so do tied weights of several stages. A gradient that norms (N) use is still summed whole by
+`AR`; U takes its part of the sum, and the parameter has level 1. Sums run in the order of ranks.
 """
 
 from __future__ import annotations

@@ -177,3 +177,56 @@ def test_products_of_an_update_keep_their_matrices_whole() -> None:
     assert any(t.is_plain for name, t in laid.items() if name.endswith(".muon"))
     assert any("whole tensors" in note.text for note in plan.module.notes if note.origin == "zero")
     check(plan.module, plan.module.facts)
+
+
+class Tied(nn.Module):
+    """A table that is looked up in the first stage and multiplied by in the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(12, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(torch.tanh(self.inner(self.table(x))))
+        return logits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_tied_weights_of_two_stages_stay_whole_and_all_else_is_split(schedule: str) -> None:
+    torch.manual_seed(0)
+    tied = ps.from_torch(Tied(), (torch.zeros(4, dtype=torch.long),))
+    rng, training = np.random.default_rng(0), ps.Training("cross_entropy", ps.AdamW(lr=1e-2), 4)
+    samples = [[rng.integers(0, 12, 16) for _ in range(2)] for _ in range(STEPS)]
+    losses, modules = [], []
+    for level in (0, 1):
+        module = ps.plan(
+            tied, ps.Cluster.local(4), training, mesh="dp=2", split_at=["tanh"], schedule=schedule, zero=level
+        ).module
+        names = [value.name for value in module.data_inputs]
+        weights = {name: np.asarray(x) for name, x in tied.imported.weights.items()}
+        losses.append(run_schedule(module, weights, [dict(zip(names, x, strict=True)) for x in samples]).losses)
+        modules.append(module)
+    assert "s0.P" in modules[1].graphs
+    assert losses[0] == losses[1]
+    assert 1 < bytes_of(modules[0], STATE) / bytes_of(modules[1], STATE) < 2
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_losses_are_those_of_torch(level: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))
+    layers.double()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    rng, right = np.random.default_rng(1), []
+    for _ in range(STEPS):
+        x, y = torch.tensor(rng.normal(size=(4 * BATCH, WIDTH))), torch.tensor(rng.integers(0, 4, 4 * BATCH))
+        loss = nn.functional.cross_entropy(layers(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        right.append(loss.item())
+    mine = np.array(trained(planned(level)).losses).reshape(STEPS, 4).mean(1)
+    np.testing.assert_allclose(mine, right, rtol=1e-5)
+    assert abs(right[0] - right[-1]) > 1e-3
