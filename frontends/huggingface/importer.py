@@ -37,13 +37,15 @@ from .safetensors_file import StoredTensor
 class DecoderSizes:
     """The sizes that a decoder is compiled for: positions of a sequence, sequences at once, and tokens of turns.
 
-    Caches have blocks for all sequences at their full length. With `logits` a turn gives these, too.
+    Caches have blocks for all sequences at their full length, and elements of type `cache`. With `logits` a turn gives
+    these, too.
     """
 
     context: int
     sequences: int
     rungs: tuple[int, ...]
     logits: bool = False
+    cache: str = "f32"
 
     @property
     def blocks_each(self) -> int:
@@ -84,13 +86,21 @@ def import_folder(folder: ModelFolder, sizes: DecoderSizes) -> dict[int, Importe
             shape = TurnShape(sequences, sizes.blocks_each, sizes.blocks)
             program = export_decoder(module, shape, max(sizes.rungs), sizes.logits, where)
             programs[sequences] = decomposed(program, where)
-        imported[tokens] = _import(programs[sequences], tokens, names, folder, digest)
+        imported[tokens] = _import(programs[sequences], tokens, sizes.cache, names, folder, digest)
     return imported
 
 
-def _import(program: Any, tokens: int, names: Mapping[str, StoredTensor], folder: ModelFolder, digest: str) -> Imported:
+def _import(
+    program: Any,
+    tokens: int,
+    cache: str,
+    names: Mapping[str, StoredTensor],
+    folder: ModelFolder,
+    digest: str,
+) -> Imported:
     importer = FolderImporter(program, folder.path.name or folder.family, {"turn_tokens.0": tokens})
     importer.tensors, importer.digest = names, digest
+    importer.builder.cache_dtype = cache
     imported = importer.run()
     bound = Bounded("tokens", tokens, False, tuple((f"turn.{name}", 0) for name in BY_TOKEN))
     return replace(imported, module=imported.module.but(bounds=(bound,)))

@@ -75,6 +75,8 @@ class TorchBuilder(GraphWriter):
 
     # A graph that is for inference alone has parameters, but none that is trained.
     trains = True
+    # The element type of caches.
+    cache_dtype: str = "f32"
     env: dict[Call, Any] = field(default_factory=dict)
     trained: set[Value] = field(default_factory=set)
     _values: dict[tuple[str, str], Value] = field(default_factory=dict)
@@ -214,7 +216,7 @@ class TorchNode(Writer):
     def cache(self, name: str, dims: tuple[int, ...]) -> str:
         """Add a cache, whose name begins like that. Return its name."""
         name = self._builder.names.fresh(name)
-        self._builder.cache(name, TensorType("f32", dims))
+        self._builder.cache(name, TensorType(self._builder.cache_dtype, dims))
         return name
 
     def ignore(self, *names: str) -> None:

@@ -202,6 +202,9 @@ class GenerationSettings:
     sequences: int = setting(
         8, "texts at once; caches have room for all of them (default: 8)", check=POSITIVE, shown="N", rare=True
     )
+    cache: str = setting(
+        "f32", "element type of keys and values in caches (default: f32)", choices=("f32", "bf16"), rare=True
+    )
     logits: bool = setting(False, "give the logits beside the tokens, to compare them", rare=True)
 
 

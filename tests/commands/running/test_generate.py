@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,22 @@ def test_settings_of_a_text_are_numbers_that_can_be_meant(bundle):
         hot, hotter = (list(model.generate([1, 2], tokens=6, temperature=t, seed=3)) for t in (1e30, 1e300))
         cold = list(model.generate([1, 2], tokens=6, temperature=1e-300, seed=3))
     assert hot == hotter != cold == list(model.generate([1, 2], tokens=6))
+
+
+def test_caches_of_16_bits_take_half_the_memory(folder, bundle, tmp_path, capsys):
+    words = ["--generate", "--context", "64", "--sequences", "3", "--backend", "numpy", "--cache", "bf16"]
+    halved = tmp_path / "h"
+    assert main(["compile", f"hf:{folder[0]}", "-o", str(halved), *words]) == 0
+    shown = []
+    for path, dtype in ((bundle, "f32"), (halved, "bf16")):
+        module = (path / "module.ir").read_text()
+        assert set(re.findall(r"var @\S+ : (\w+)\[[^]]*\].* cache", module)) == {dtype}
+        capsys.readouterr()
+        assert main(["inspect", str(path), "--memory"]) == 0
+        shown.append(re.search(r"a token takes (\S+) (\S+)", capsys.readouterr().out).groups())
+    (full, unit), (half, same) = shown
+    assert (unit, float(full)) == (same, 2 * float(half))
+    assert main(["verify", str(halved)]) == 0
 
 
 def test_a_prompt_with_its_text_has_as_many_tokens_as_the_context(bundle):

@@ -9,6 +9,7 @@ import numpy as np
 from penstock.frontends.huggingface import DecoderSizes, import_folder, open_folder
 from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.store import DictStore
+from penstock.ir.types import numpy_dtype
 from penstock.runtime.generation.facts import GenerationFacts
 from penstock.runtime.generation.generator import TextGenerator
 from penstock.runtime.generation.turn import LOGITS, PICKED
@@ -22,7 +23,9 @@ class InterpretedDecoder:
         module = next(iter(self.imported.values())).module
         weights = next(iter(self.imported.values())).weights
         arrays = {
-            name: np.zeros(var.type.dims, np.float32) if var.init == "zeros" else np.asarray(weights[name])
+            name: np.zeros(var.type.dims, numpy_dtype(var.type.dtype))
+            if var.init == "zeros"
+            else np.asarray(weights[name])
             for name, var in module.vars.items()
         }
         self._store = DictStore(arrays)

@@ -5,6 +5,7 @@ A text is compared up to the first position where the two largest logits are wit
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,3 +78,16 @@ def test_another_text_is_noticed(tmp_path: Path):
     prompt = np.random.default_rng(5).integers(2, WORDS, 21).tolist()
     list(decoder.generator.generate(prompt, GenerationOptions(1)))
     assert np.abs(decoder.logits[-1][0] - whole(model, prompt)[-1]).max() > 1e-3
+
+
+def test_caches_of_16_bits_round_keys_and_values_alone(tmp_path: Path):
+    """The control: caches of 32 bits are a hundred times as close."""
+    model = write_folder(tmp_path, "llama")
+    prompt = np.random.default_rng(5).integers(2, WORDS, 21).tolist()
+    expected, worst = whole(model, prompt)[-1], {}
+    for dtype in ("f32", "bf16"):
+        decoder = InterpretedDecoder(tmp_path, replace(SIZES, cache=dtype), WORDS)
+        list(decoder.generator.generate(prompt, GenerationOptions(1)))
+        worst[dtype] = np.abs(decoder.logits[-1][0] - expected).max() / np.ptp(expected)
+    assert worst["bf16"] < 1e-2
+    assert worst["f32"] < worst["bf16"] / 100

@@ -39,7 +39,8 @@ def load_decoder(source: str, settings: GenerationSettings, feedback: Feedback =
         if context < 2:
             raise UsageError("a context of 1 leaves no token for a text", where=str(folder.path), hint="--context 2")
         rungs = rungs_for(context, settings.sequences)
-        imported = import_folder(folder, DecoderSizes(context, settings.sequences, rungs, settings.logits))
+        sizes = DecoderSizes(context, settings.sequences, rungs, settings.logits, settings.cache)
+        imported = import_folder(folder, sizes)
         largest = imported[rungs[-1]]
         facts = facts_of(folder.config, folder.generation, context, settings.sequences, rungs, largest.module)
         files = {FACTS: facts.encode(), **folder.texts}
