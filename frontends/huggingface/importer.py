@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from penstock.frontends.imported import Imported
+from penstock.frontends.quantised.weight import QuantisedWeight
 from penstock.frontends.torch.importer import ProgramImporter
 from penstock.frontends.torch.node import KnownElements, TorchBuilder, TorchWeight
 from penstock.frontends.torch.source import decomposed
@@ -24,13 +25,14 @@ from penstock.ir.graph import Module, Var
 from penstock.ir.ladder.bounds import Bounded
 from penstock.ir.ops.caches import BLOCK
 from penstock.ir.text import print_module
-from penstock.support.errors import UnsupportedModel, UsageError
+from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
 from .export import BY_TOKEN, TurnShape, export_decoder, make_module
 from .families import check_family, names_in_files
 from .folder import ModelFolder
 from .safetensors_file import StoredTensor
+from .stored_codes import check_method, read_codes, with_codes
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,9 @@ def import_folder(folder: ModelFolder, sizes: DecoderSizes) -> dict[int, Importe
             where=where,
             hint=f"--context {longest} is the longest",
         )
-    if "quantization_config" in folder.config:
-        raise UnsupportedModel("quantised weights are not read", where=where, hint="the model it was made of may do")
+    check_method(folder)
     module = make_module(folder.config, where)
-    names = _stored_names(module, folder)
+    names, codes = _stored_names(module, folder)
     imported: dict[int, Imported] = {}
     programs: dict[int, Any] = {}
     digest = folder.digest()
@@ -86,7 +87,8 @@ def import_folder(folder: ModelFolder, sizes: DecoderSizes) -> dict[int, Importe
             shape = TurnShape(sequences, sizes.blocks_each, sizes.blocks)
             program = export_decoder(module, shape, max(sizes.rungs), sizes.logits, where)
             programs[sequences] = decomposed(program, where)
-        imported[tokens] = _import(programs[sequences], tokens, sizes.cache, names, folder, digest)
+        one = _import(programs[sequences], tokens, sizes.cache, names, folder, digest)
+        imported[tokens] = with_codes(one, codes, where)
     return imported
 
 
@@ -158,18 +160,31 @@ class FolderImporter(ProgramImporter):
         return hashlib.sha256(f"{print_module(module)}{self.digest}".encode()).hexdigest()
 
 
-def _stored_names(module: torch.nn.Module, folder: ModelFolder) -> dict[str, StoredTensor]:
-    """Find the tensor of each parameter. One error lists those that are missing or have another shape."""
+def _stored_names(
+    module: torch.nn.Module, folder: ModelFolder
+) -> tuple[dict[str, StoredTensor], dict[str, QuantisedWeight]]:
+    """Find the tensor of each parameter, or the numbers of one that is stored in few bits.
+
+    One error lists those that are missing or have another shape.
+    """
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     placed: dict[int, tuple[list[str], torch.nn.Parameter]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         placed.setdefault(id(param), ([], param))[0].append(name)
     names: dict[str, StoredTensor] = {}
+    codes: dict[str, QuantisedWeight] = {}
     problems = []
     for same, param in placed.values():
         spelled = [other for name in same for other in names_in_files(folder.family, name, prefix)]
         tensor = next((folder.tensors[name] for name in spelled if name in folder.tensors), None)
-        if tensor is None:
+        weight = read_codes(folder, spelled) if tensor is None else None
+        if weight is not None:
+            columns = weight.q.shape[1] * (8 // weight.bits)
+            if (len(weight.q), columns) == tuple(param.shape):
+                codes |= dict.fromkeys(same, weight)
+            else:
+                problems.append(f"{same[0]}: [{len(weight.q)}, {columns}] in the files, expected {list(param.shape)}")
+        elif tensor is None:
             problems.append(f"{same[0]}: not in the files")
         elif tensor.shape != tuple(param.shape):
             problems.append(f"{same[0]}: {list(tensor.shape)} in the files, expected {list(param.shape)}")
@@ -179,4 +194,4 @@ def _stored_names(module: torch.nn.Module, folder: ModelFolder) -> dict[str, Sto
             names |= dict.fromkeys(same, replace(tensor, as_dtype="f32"))
     if problems:
         raise UsageError("the weights do not fit config.json:" + itemised(problems), where=str(folder.path))
-    return names
+    return names, codes
