@@ -3,7 +3,8 @@
 In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
 
   * a direct correlation (tools/correlation.py; register_tiles.py, planes.py for groups of one channel, channel_lanes.py
-    where their images are small, lines.py for few output channels): convolutions, and gradients for the input, which
+    where their images are small, lines.py for few output channels, row_vectors.py for sums of few terms): convolutions,
+    and gradients for the input, which
     are correlations of the output's gradient with the flipped weight. With stride s they fall apart into s phases per
     dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r]
@@ -43,7 +44,7 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
-from . import channel_lanes, planes, small_images, tile_conv, windows
+from . import channel_lanes, planes, row_vectors, small_images, tile_conv, windows
 from . import winograd as conv_winograd
 from .lines import emit_lines
 from .points import PointProduct, emit_points
@@ -161,6 +162,8 @@ def emit_correlation(body: Body, c: Correlation) -> None:
         channel_lanes.emit_channel_lanes(body, c)
     elif planes.suits(c):
         planes.emit_planes(body, c, lanes)
+    elif row_vectors.suits(body, c):
+        row_vectors.emit_row_vectors(body, c)
     else:
         (emit_lines if c.filters * 2 <= lanes else emit_tiles)(body, c, lanes)
 
