@@ -41,6 +41,8 @@ SHEETS = {
 _OTHER = SHEETS["sm_80"]
 # Seconds of the host for a kernel of a GPU, and for a call of a stage: estimates, no sheet has them.
 LAUNCH_OVERHEAD, GPU_CALL_OVERHEAD = 5e-6, 1e-4
+# Bytes of a process for CUDA's own memory, and for the workspaces of cuBLAS and cuDNN: estimates.
+CONTEXT, WORKSPACES = 512 << 20, 256 << 20
 # Seconds of a rank for one end of a message that its device sends or receives by itself (NCCL): an estimate.
 LIBRARY_OVERHEAD = 2e-5
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.cluster.cluster import Device
+from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.liveness import drop_dead, from_state_alone
 from penstock.ir.memory.predict import Memory, measure_memory
@@ -72,7 +73,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
     for stage in module.stages:
         device = _device(module, stage.index)
         place = ", ".join(module.devices_of(stage.index))
-        budget = options.budget or (device.memory or 0)
+        budget = options.budget or _room_on(device)
         forward, backward = module.stage_graph(stage.index, "F"), module.stage_graph(stage.index, "B")
         if forward is None or backward is None or (options.mode == "auto" and not budget):
             continue
@@ -111,6 +112,14 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
 def _listed(memory: Memory) -> str:
     """Format the bytes of a stage at its peak by purpose."""
     return ", ".join(f"{purpose} {shown_bytes(count)}" for purpose, count in memory.at_peak().items() if count)
+
+
+def _room_on(device: Device) -> int:
+    """Return the bytes of a device for a stage: on a GPU what CUDA and its libraries leave of them. 0 stands for no
+    limit."""
+    if not device.memory or device.kind != "cuda":
+        return device.memory or 0
+    return max(device.memory - CONTEXT - WORKSPACES, 1)
 
 
 def _device(module: Module, stage: int) -> Device:

@@ -15,7 +15,7 @@ More memory and more devices are named with a twentieth of memory to spare (SPAR
 a little more than the formulas. Known limit: where it is yet more, the passes refuse what was named here.
 
 A device is left out where a plan with it is slower or there is none. The planner tries such plans: the reason says
-which holds, and by how much.
+which holds, and by how much. Of a processor beside a GPU it says why, too (mixed.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from penstock.support.words import counted, shown_bytes, shown_rate
 
 from .chain import Chain
 from .fleet import Fleet, fleet_of
+from .mixed import of_another_kind, price_elsewhere
 from .plan import Bytes, PlanRequest
 from .planner import Outcome, Planner, Progress
 
@@ -98,6 +99,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
     again = Planner(planner.chain, fleet, replace(planner.wanted, sizes=(best.plan.size,)))
     groups = planner.alike()
     reasons: dict[int, str] = {}
+    unlike = of_another_kind(planner)
     for i in idle:
         group = frozenset(next(g for g in groups if i in g))
         first = min(group)
@@ -113,6 +115,8 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
                 reasons[first] = f"a batch would take {longer} with it instead of {shown_seconds(best.step)}"
             else:
                 reasons[first] = f"a batch would take as long with it, {shown_seconds(best.step)}"
+            if outcome is not None and i in unlike:
+                reasons[first] += f": {price_elsewhere(again, outcome.plan, group)}"
         yield fleet.devices[i].name, reasons[first]
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.ir.cluster.cluster import Device
+from penstock.ir.memory.passages import BUFFERS
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.support.errors import UsageError
 
@@ -174,6 +175,7 @@ class Table:
         # The bytes that cross position i, forwards and backwards: none before the first layer and behind the last.
         self.out = np.array([0, *(x.out.at(b) for x in layers[:-1]), 0], np.int64)
         self.back = np.array([0, *(x.back.at(b) for x in layers[:-1]), 0], np.int64)
+        self.crossing = self.out + self.back
         self.entry = self.out.copy()
         self.entry[0] = chain.entry.at(b)
         self.cut = np.array([True, *(x.cut for x in layers[1:]), True])
@@ -229,8 +231,14 @@ class Table:
         return np.asarray(ends * calls.message + moved * calls.byte, np.float64)
 
     def data(self, first: int, last: int, device: Device, batch: int) -> int:
-        """Return the bytes of the batches that wait in the memory of a host, until a stage takes them."""
-        return 0 if device.kind == "cuda" else (BATCHES_AHEAD + 1) * batch * int(self.fed[last] - self.fed[first])
+        """Return the bytes of the batches that wait in the memory of a host, until a stage takes them.
+
+        On a GPU they are those of the buffers that inputs and messages go through.
+        """
+        fed = int(self.fed[last] - self.fed[first])
+        if device.kind != "cuda":
+            return (BATCHES_AHEAD + 1) * batch * fed
+        return BUFFERS * (self.b * fed + int(self.crossing[first] + self.crossing[last]))
 
     def times(self, device: Device) -> tuple[Floats, ...]:
         """Return prefix sums of forward, backward, weight gradient, recomputation and update seconds."""

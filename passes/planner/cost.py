@@ -34,12 +34,13 @@ eager-2bw, and for 1f1b where stages are equal and messages take no time; otherw
 within some percent for gpipe and zb-1f1b (docs/planner.md).
 
 Bytes of a replica: parameters * versions + gradients + optimiser state + activations + workspace + transport buffers +
-batches that wait (on CPUs) + base. There are 2 versions when delayed. Gradients count twice when delayed and
-replicated: those of a batch wait for other replicas while the next one adds up. Activations are saved * in flight. With
-recomputation they are inputs * in flight + saved of one. With recomputation in parts they are (inputs + values over the
-cuts between parts) * in flight + saved of the largest part. The cuts are those that take least. Seconds are those of
-computing all of it again. Buffers are POSTED receives and one send of every boundary; of small messages the runtime
-holds up to 1 MiB a channel more.
+batches that wait (on CPUs) + base. On a GPU CUDA's own memory and workspaces of libraries come on top, and in place of
+batches two buffers for inputs and for each direction of a boundary. There are 2 versions when delayed. Gradients count
+twice when delayed and replicated: those of a batch wait for other replicas while the next one adds up. Activations are
+saved * in flight. With recomputation they are inputs * in flight + saved of one. With recomputation in parts they are
+(inputs + values over the cuts between parts) * in flight + saved of the largest part. The cuts are those that take
+least. Seconds are those of computing all of it again. Buffers are POSTED receives and one send of every boundary; of
+small messages the runtime holds up to 1 MiB a channel more.
 
 `step` also holds the sums of the boundaries and rings of different stages on one NIC. For schedules that drain, it
 holds the rings of all stages there, one after another, behind the pipeline. `pipe` leaves that out, because a search
@@ -58,6 +59,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from penstock.ir.cluster.cluster import Device, Path
+from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
 from penstock.ir.memory.walk import POSTED
 from penstock.passes.schedules.kind import ScheduleKind
 from penstock.passes.schedules.schedule import SCHEDULES
@@ -204,6 +206,11 @@ def fixed_bytes(table: Table, first: int, last: int, kind: ScheduleKind, replica
     )
 
 
+def base_of(device: Device, base: int) -> int:
+    """Return the bytes that the runtime takes on a device; on a GPU those of CUDA and its libraries, too."""
+    return base + (CONTEXT + WORKSPACES if device.kind == "cuda" else 0)
+
+
 def activation_bytes(table: Table, part: StagePlan, held: int) -> int:
     """Return the activation bytes of a replica for so many microbatches in flight, and for the one that it computes
     again."""
@@ -221,7 +228,7 @@ def memory_of(table: Table, device: Device, plan: PipelinePlan, stage: int, repl
     replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
     held = kind.in_flight(part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
     data = table.data(part.first, part.last, device, plan.size * plan.count)
-    fixed = fixed_bytes(table, part.first, part.last, kind, replicas, data, base)
+    fixed = fixed_bytes(table, part.first, part.last, kind, replicas, data, base_of(device, base))
     return replace(fixed, activations=activation_bytes(table, part, held))
 
 

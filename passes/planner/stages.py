@@ -17,12 +17,13 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.ir.memory.passages import BUFFERS
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.ir.memory.walk import POSTED
 from penstock.passes.schedules.schedule import SCHEDULES
 
 from .chain import Floats, Ints, Table
-from .cost import Ring
+from .cost import Ring, base_of
 from .fleet import Fleet
 from .plan import PlanRequest
 
@@ -252,11 +253,14 @@ class Stages:
                 )
                 if self.fleet.devices[kind].kind != "cuda":
                     fixed = fixed + (BATCHES_AHEAD + 1) * self.wanted.batch * _ranges(table.fed)
+                else:
+                    crossing = table.crossing[:, None] + table.crossing[None, :]
+                    fixed = fixed + BUFFERS * (table.b * _ranges(table.fed) + crossing)
                 fixed = (
                     fixed
                     + (POSTED * table.out + table.back)[:, None]
                     + (POSTED * table.back + table.out)[None, :]
-                    + self.wanted.base
+                    + base_of(self.fleet.devices[kind], self.wanted.base)
                 )
                 left = memory - fixed
                 entry = np.broadcast_to(table.entry[:, None], saved.shape)

@@ -18,13 +18,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from penstock.ir.memory.passages import BESIDE_BYTES, BUFFERS
 from penstock.ir.types import TensorType
 
 from .store import TORCH_DTYPES, Recycled, fill
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-# A copy of fewer bytes takes less time than the events of a stream of its own.
-BESIDE_BYTES = 1 << 16
 
 
 class _Passage:
@@ -32,9 +31,9 @@ class _Passage:
     behind their last uses."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         # Work that was queued before may still use this memory.
-        self.used = [_event_of(torch.cuda.current_stream(device))] * 2
+        self.used = [_event_of(torch.cuda.current_stream(device))] * BUFFERS
         self.turn = 0
 
     def next(self, like: torch.Tensor) -> torch.Tensor:

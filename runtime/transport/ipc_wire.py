@@ -27,6 +27,7 @@ from datetime import timedelta
 
 import torch
 
+from penstock.ir.memory.passages import BOUNDARY, BUFFERS
 from penstock.runtime.messages.status import Deadline
 from penstock.runtime.state.cuda_ipc import HANDLE_BYTES, SharedEvent, copy, open_memory, take_memory
 
@@ -34,11 +35,8 @@ from .packing import EdgePacking
 from .senders import BackgroundWork, Works
 from .shared_memory import OutOfTurn, PacketSocket
 
-_SLOTS = 2
 _WRITTEN, _READ = 1, 2
 _HEAD = struct.Struct("<Bq")
-# Where messages begin in a slot.
-_BOUNDARY = 256
 
 
 class _Layout:
@@ -48,7 +46,7 @@ class _Layout:
         self.places, self.nbytes = [], 0
         for size in sizes:
             self.places.append(self.nbytes)
-            self.nbytes += -(-size // _BOUNDARY) * _BOUNDARY
+            self.nbytes += -(-size // BOUNDARY) * BOUNDARY
 
 
 class IpcIncoming:
@@ -56,12 +54,12 @@ class IpcIncoming:
 
     def __init__(self, end: socket.socket, packing: EdgePacking, device: torch.device, seconds: float) -> None:
         self.packing, self._device = packing, device
-        self._line = PacketSocket(end, _SLOTS * HANDLE_BYTES, seconds)
+        self._line = PacketSocket(end, BUFFERS * HANDLE_BYTES, seconds)
         self._seconds, self._count = seconds, 0
         self._layout = _Layout(packing.sizes())
         with torch.cuda.device(device):
-            memory = [take_memory(max(self._layout.nbytes, 1)) for _ in range(_SLOTS)]
-            self._read = [SharedEvent() for _ in range(_SLOTS)]
+            memory = [take_memory(max(self._layout.nbytes, 1)) for _ in range(BUFFERS)]
+            self._read = [SharedEvent() for _ in range(BUFFERS)]
         self._slots = [address for address, _ in memory]
         self._written: list[SharedEvent] = []
         self._line.send(b"".join([*(handle for _, handle in memory), *(event.handle() for event in self._read)]))
@@ -81,7 +79,7 @@ class IpcIncoming:
         kind, arrived = _HEAD.unpack(self._line.wait(deadline)[0])
         if (kind, arrived) != (_WRITTEN, number):
             raise OutOfTurn(f"sent message {arrived} where {number} was expected")
-        slot, stream = self._count % _SLOTS, torch.cuda.current_stream(self._device)
+        slot, stream = self._count % BUFFERS, torch.cuda.current_stream(self._device)
         self._count += 1
         with torch.cuda.device(self._device):
             self._written[slot].wait(stream)
@@ -108,7 +106,7 @@ class IpcOutgoing:
 
     def __init__(self, end: socket.socket, packing: EdgePacking, device: torch.device, seconds: float) -> None:
         self.packing, self._device, self._seconds = packing, device, seconds
-        self._line = PacketSocket(end, 2 * _SLOTS * HANDLE_BYTES, seconds)
+        self._line = PacketSocket(end, 2 * BUFFERS * HANDLE_BYTES, seconds)
         self._layout = _Layout(packing.sizes())
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ready: deque[torch.cuda.Event] = deque()
@@ -129,16 +127,16 @@ class IpcOutgoing:
         deadline, ready = Deadline(self._seconds), self._ready.popleft()
         if not self._slots:
             self._open(deadline)
-        while len(self._under_way) >= _SLOTS:
+        while len(self._under_way) >= BUFFERS:
             kind, given_back = _HEAD.unpack(self._line.wait(deadline)[0])
             if (kind, given_back) != (_READ, self._under_way.popleft()):
                 raise OutOfTurn(f"read message {given_back} out of turn")
-        slot = self._count % _SLOTS
+        slot = self._count % BUFFERS
         self._count += 1
         self._under_way.append(number)
         with torch.cuda.device(self._device):
             self._stream.wait_event(ready)
-            if self._count > _SLOTS:
+            if self._count > BUFFERS:
                 self._read[slot].wait(self._stream)
             for x, place in zip(prepared, self._layout.places, strict=True):
                 copy(self._slots[slot] + place, x.data_ptr(), x.nbytes, self._stream)
@@ -151,9 +149,9 @@ class IpcOutgoing:
     def _open(self, deadline: Deadline) -> None:
         handles = _handles(self._line.wait(deadline)[0])
         with torch.cuda.device(self._device):
-            self._slots = [open_memory(handle) for handle in handles[:_SLOTS]]
-            self._read = [SharedEvent(handle) for handle in handles[_SLOTS:]]
-            self._written = [SharedEvent() for _ in range(_SLOTS)]
+            self._slots = [open_memory(handle) for handle in handles[:BUFFERS]]
+            self._read = [SharedEvent(handle) for handle in handles[BUFFERS:]]
+            self._written = [SharedEvent() for _ in range(BUFFERS)]
         self._line.send(b"".join(event.handle() for event in self._written))
 
 

@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING
 
 from penstock.backends.interface import device_of
+from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import measure_memory
 from penstock.support.errors import UsageError
@@ -20,9 +21,6 @@ from penstock.support.words import shown_bytes
 
 if TYPE_CHECKING:
     import torch
-
-# Bytes of a process for CUDA's own memory, and for the workspaces of cuBLAS and cuDNN.
-CONTEXT, WORKSPACES = 512 << 20, 256 << 20
 
 
 def find_device(architecture: str, gpu: str, stage: int) -> torch.device:

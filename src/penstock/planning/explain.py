@@ -17,6 +17,7 @@ from penstock.ir.ops import OPS
 from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.costs.prices import by_simulation, shown_seconds
 from penstock.passes.memory.lifetimes import memory_table
+from penstock.passes.planner.mixed import helping
 from penstock.passes.simulator.forecast import binding
 from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
@@ -189,6 +190,7 @@ def argument(search: Search) -> Iterator[str]:
             f"planner: under {plan.schedule} gradients are one update late, which is not what plain training "
             "computes; --schedule 1f1b is"
         )
+    yield from (f"planner: {name} helps: {reason}" for name, reason in helping(result.planner, chosen))
     yield from (f"planner: left out: {line}" for line in search.little)
     if chosen.plan.devices == result.best.plan.devices:
         yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())

@@ -1,0 +1,46 @@
+"""The buffers on a GPU that copies and messages go through.
+
+In: a module with a cluster, a rank on a GPU, and the inputs that it is fed. Out: bytes.
+
+Copies between the GPU and memory of the host take BUFFERS buffers for each size and direction, from BESIDE_BYTES on
+(runtime/state/device_copies.py). GPUs of one host write into as many slots of the receiver, for every channel
+(runtime/transport/ipc_wire.py). Messages between GPUs of different hosts take none: NCCL's own buffers are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.ir.cluster.cluster import IPC, NCCL
+from penstock.ir.graph import Edge, Module, Value
+from penstock.ir.messages import parcels
+
+BUFFERS = 2
+# A copy of fewer bytes takes less time than the events of a stream of its own.
+BESIDE_BYTES = 1 << 16
+# Where messages begin in a slot.
+BOUNDARY = 256
+
+
+def passage_bytes(module: Module, rank: int, fed: Iterable[Value]) -> int:
+    """Return the bytes of the buffers of a rank's GPU."""
+    inwards, outwards, slots = {v.type.nbytes for v in fed}, set[int](), 0
+    stage = module.rank_stages()[rank]
+    for edge in module.edges:
+        sizes = [parcel.nbytes for parcel in parcels(module.local_values(edge.values, stage))]
+        carriers = _carriers(module, rank, edge)
+        if stage == edge.dst:
+            slots += carriers.count(IPC) * sum(-(-nbytes // BOUNDARY) * BOUNDARY for nbytes in sizes)
+        if any(carrier not in (IPC, NCCL) for carrier in carriers):
+            (inwards if stage == edge.dst else outwards).update(sizes)
+    copied = sum(nbytes for sizes in (inwards, outwards) for nbytes in sizes if nbytes >= BESIDE_BYTES)
+    return BUFFERS * (copied + slots)
+
+
+def _carriers(module: Module, rank: int, edge: Edge) -> list[str]:
+    """Return what carries the messages of an edge between a rank and each rank of the stage at its other end."""
+    stages, devices, cluster = module.rank_stages(), module.rank_devices(), module.cluster
+    if cluster is None or stages[rank] not in (edge.src, edge.dst):
+        return []
+    far = edge.src if stages[rank] == edge.dst else edge.dst
+    return [cluster.carrier(devices[rank], devices[peer]) for peer, stage in enumerate(stages) if stage == far]
