@@ -197,8 +197,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the model and where it runs: a device name, or the name of a mesh. A stage is not a
-    rank: each device of its mesh is one."""
+    """A part of the model and where it runs: a device, or a mesh. Each device of a mesh is a rank of its own."""
 
     index: int
     place: str
@@ -222,8 +221,7 @@ class Note:
     text: str
 
 
-# The input that no data gives: how many microbatches came before this one since training began. Random numbers depend
-# on it.
+# An input that no data gives: the microbatches before this one since training began. Random numbers depend on it.
 MICROBATCH = "microbatch.number"
 
 # Inputs that no data gives: where a rank lies on an axis of its stage's mesh, such as `mesh.tp`.
@@ -232,15 +230,15 @@ COORDINATE = "mesh."
 # The fact of modules whose stage graphs are what one device does: types are those of parts, collectives are operations.
 LOCAL = "local"
 
-# The norm of the whole gradient before clipping, a result of updates that use it. An update by a gradient whose norm is
-# not finite is skipped.
+# The norm of the whole gradient before clipping, a result of updates that use it; one that is not finite skips them.
 NORM = "gradient.norm"
 
 
 @dataclass(frozen=True)
 class Module:
     """A whole program. `inputs` are fed for every microbatch, `outputs` are handed to the user; both by value name.
-    `batch` has inputs and outputs whose samples do not lie along the first dimension (ir/batch_shares.py)."""
+    `batch` has inputs and outputs whose samples do not lie along the first dimension (ir/batch_shares.py). `packs` are
+    the stages of every rank where ranks run several."""
 
     name: str
     inputs: tuple[Value, ...] = ()
@@ -257,7 +255,8 @@ class Module:
     batch: Mapping[str, int | None] = field(default_factory=dict)
     # Dimensions that stand for all sizes up to theirs: the module is a rung of a ladder (ir/ladder).
     bounds: tuple[Bounded, ...] = ()
-    # Results that were derived from the program and are needed again (ir/memory). They hold for all facts and notes.
+    packs: tuple[tuple[int, ...], ...] = ()
+    # Derived results that are needed again (ir/memory). They hold for all facts and notes.
     kept: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -274,8 +273,7 @@ class Module:
 
     @property
     def draws(self) -> bool:
-        """Return whether the module draws random numbers: they depend on the number of a microbatch, which is an input
-        then."""
+        """Return whether the module draws random numbers: then the number of a microbatch is an input."""
         return any(value.name == MICROBATCH for value in self.inputs)
 
     def but(self, **changed: Any) -> Module:
@@ -320,11 +318,17 @@ class Module:
 
     def rank_devices(self) -> list[str]:
         """Return the device of every rank: ranks are numbered stage by stage."""
+        if self.packs:
+            return [self.stages[stages[0]].place for stages in self.packs]
         return [device for stage in self.stages for device in self.devices_of(stage.index)]
 
     def rank_stages(self) -> list[int]:
-        """Return the stage of every rank."""
-        return [stage.index for stage in self.stages for _ in self.devices_of(stage.index)]
+        """Return the first stage of every rank."""
+        return [stages[0] for stages in self.rank_packs()]
+
+    def rank_packs(self) -> list[tuple[int, ...]]:
+        """Return the stages of every rank."""
+        return list(self.packs) or [(stage.index,) for stage in self.stages for _ in self.devices_of(stage.index)]
 
     def stage_graph(self, stage: int, kind: str) -> Graph | None:
         """Return the graph of one stage: kind is F, B, W or U."""
@@ -354,8 +358,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The calling convention every backend follows: positional arguments are `ins` then `slots`, results are
-    `results`."""
+    """The calling convention of every backend: arguments are `ins` then `slots`, results are `results`."""
 
     ins: tuple[Value, ...]
     slots: tuple[Slot, ...]
@@ -444,9 +447,6 @@ def stage_vars(module: Module, stage: int) -> dict[str, Var]:
         for name, var in module.vars.items()
         if name in touched or (var.stage == stage and var.role in (PARAM, BUFFER))
     }
-
-
-# ------------------------------------------------------------------------------------------------ rewriting
 
 
 def substitute(values: Iterable[Value], table: Mapping[Value, Value]) -> tuple[Value, ...]:

@@ -98,8 +98,7 @@ def message_rules(schedule: Schedule) -> Rules:
     summing = {a.stage for a in schedule.actions() if a.kind == SUM}
 
     def message(rank: int, action: Action) -> Event:
-        ends = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
-        return (action.phase, *ends, action.mb)
+        return (*action.channel(rank), action.mb)
 
     events: dict[str, Callable[[int, Action], Iterable[Event]]] = {
         MESSAGE: lambda rank, a: (message(rank, a),),
@@ -243,11 +242,14 @@ def format_grid(schedule: Schedule, batches: int, *, width: int | None = None) -
     backwards two, or one and W one. U and collectives stand after the computation they follow. With a `width` the
     grid goes on below where a line would be longer."""
     played = simulate(schedule, batches)
+    packed = any(len(schedule.stages_of(rank)) > 1 for rank in schedule.ranks)
     columns = round(played.finish)
     cells = {rank: ["."] * columns for rank in played.ranks}
     for rank, line in played.ranks.items():
         for action, start, finish in line:
-            text = f"{action.kind}{action.mb}" + (f"@{action.version}" if action.version is not None else "")
+            text = f"{action.stage if packed else ''}{action.kind}{action.mb}" + (
+                f"@{action.version}" if action.version is not None else ""
+            )
             at = round(start)
             if GRID[action.kind] == BAR:
                 cells[rank][at : round(finish)] = [text] + ["="] * (round(finish) - at - 1)

@@ -1,6 +1,6 @@
 """The schedule: the program of every rank as a list of actions, in order and with weight versions.
 
-    <stage><kind><microbatch>[@version][>peer|<peer]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3
+    <stage><kind><microbatch>[@version][>peer|<peer][:stage]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3   0SF3>1:5
 
 Kinds are the rows of ir/action_kinds.py. `str(action)` and `Action.parse` are exact inverses. For a microbatch:
 
@@ -21,6 +21,9 @@ them together. One team of each stage runs a given microbatch, the same one in e
 other: the ranks at one place of all teams have the same part of the stage, and AR sums over these. Mostly a team is one
 rank. The peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
 
+A rank may run several stages, a pack; each of these lies on that rank alone. Then every message names the stage at its
+other end, too. Values that go from one stage of a rank to another need no action.
+
 Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list,
 run once per batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are
 relative to the batch and clamped at 0, and batch 1 is the first where no clamping hides them. `expand` turns the period
@@ -32,7 +35,7 @@ may stand in the list of the batch after its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,7 +66,7 @@ SUM_USERS = tuple(row.name for row in _ROWS if row.gradients == "uses")
 # The actions once per batch that are no messages, in the order in which they are done.
 BATCH_ORDER = (*(row.name for row in _ROWS if row.gradients == "sums"), *SUM_USERS)
 _NAMES = "|".join(sorted(KINDS, key=len, reverse=True))
-_ACTION = re.compile(rf"(\d+)({_NAMES})(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
+_ACTION = re.compile(rf"(\d+)({_NAMES})(\d+)(?:@(\d+))?(?:([<>])(\d+)(?::(\d+))?)?")
 
 
 class Action(NamedTuple):
@@ -72,6 +75,8 @@ class Action(NamedTuple):
     mb: int
     version: int | None = None
     peer: int | None = None
+    # The stage at the other end of a message, where ranks run several.
+    end: int | None = None
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind}{self.mb}"
@@ -79,13 +84,15 @@ class Action(NamedTuple):
             text += f"@{self.version}"
         if self.peer is not None:
             text += f"{'<' if self.kind in RECEIVES else '>'}{self.peer}"
+        if self.end is not None:
+            text += f":{self.end}"
         return text
 
     @staticmethod
     def parse(text: str) -> Action:
         match = _ACTION.fullmatch(text)
         if match is not None:
-            stage, kind, mb, version, arrow, peer = match.groups()
+            stage, kind, mb, version, arrow, peer, end = match.groups()
             if (arrow or "") == ACTION_KINDS[kind].arrow:
                 return Action(
                     kind,
@@ -93,9 +100,11 @@ class Action(NamedTuple):
                     int(mb),
                     None if version is None else int(version),
                     None if peer is None else int(peer),
+                    None if end is None else int(end),
                 )
         raise ValueError(
-            f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer], e.g. 0F3@1 or 1RF3<0"
+            f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer][:stage], "
+            "e.g. 0F3@1 or 1RF3<0"
         )
 
     def batch(self, per_batch: int) -> int:
@@ -117,7 +126,20 @@ class Action(NamedTuple):
         """Return the same action `batches` later; versions stop at 0."""
         mb = self.mb + (batches if self.kind in PER_BATCH else batches * per_batch)
         version = None if self.version is None else max(0, self.version + batches)
-        return Action(self.kind, self.stage, mb, version, self.peer)
+        return Action(self.kind, self.stage, mb, version, self.peer, self.end)
+
+    def other(self, homes: Mapping[int, int] | Sequence[int]) -> int:
+        """Return the stage at the other end of a message. `homes` are the stages of ranks that run one."""
+        assert self.peer is not None
+        return homes[self.peer] if self.end is None else self.end
+
+    def channel(self, rank: int) -> tuple[str, int, int, int | None, int | None]:
+        """Return the channel of a message of a rank: phase, source, target, and their stages where it names them."""
+        assert self.peer is not None
+        stages = (None, None) if self.end is None else (self.stage, self.end)
+        if self.kind in SENDS:
+            return (self.phase, rank, self.peer, *stages)
+        return (self.phase, self.peer, rank, *stages[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +180,30 @@ class Schedule:
         return Schedule(self.name, self.microbatches, ranks)
 
     def homes(self) -> dict[int, int]:
-        """Return the stage of every rank that does something."""
-        return {
-            rank: listed[0].stage for rank, program in self.ranks.items() if (listed := program.batch or program.start)
-        }
+        """Return the first stage of every rank that does something."""
+        return {rank: min(stages) for rank in self.ranks if (stages := self.stages_of(rank))}
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank runs, in order."""
+        program = self.ranks[rank]
+        return tuple(sorted({action.stage for action in (*program.start, *program.batch)}))
 
     def members(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks of every stage, in order."""
         ranks: dict[int, tuple[int, ...]] = {}
-        for rank, stage in sorted(self.homes().items()):
-            ranks[stage] = (*ranks.get(stage, ()), rank)
-        return ranks
+        for rank in sorted(self.ranks):
+            for stage in self.stages_of(rank):
+                ranks[stage] = (*ranks.get(stage, ()), rank)
+        return dict(sorted(ranks.items()))
 
     def teams(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         """Return the teams of every stage: the ranks that run the same microbatches, in order."""
         teams: dict[int, dict[frozenset[int], tuple[int, ...]]] = {}
-        for rank, stage in sorted(self.homes().items()):
-            numbers = frozenset(a.mb % self.microbatches for a in self.ranks[rank].batch if a.kind == FORWARD)
+        for stage, ranks in self.members().items():
             of_stage = teams.setdefault(stage, {})
-            of_stage[numbers] = (*of_stage.get(numbers, ()), rank)
+            for rank in ranks:
+                numbers = frozenset(a.mb % self.microbatches for a in self._forwards(rank, stage))
+                of_stage[numbers] = (*of_stage.get(numbers, ()), rank)
         return {stage: tuple(of_stage.values()) for stage, of_stage in teams.items()}
 
     def replicas(self) -> dict[int, tuple[int, ...]]:
@@ -194,13 +221,15 @@ class Schedule:
             (stage, a.mb % self.microbatches): team
             for stage, teams in self.teams().items()
             for team in teams
-            for a in self.ranks[team[0]].batch
-            if a.kind == FORWARD
+            for a in self._forwards(team[0], stage)
         }
 
     def shares(self, stage: int) -> list[int]:
         """Count the microbatches of a batch that each rank of a stage runs."""
-        return [sum(a.kind == FORWARD for a in self.ranks[rank].batch) for rank in self.members()[stage]]
+        return [len(self._forwards(rank, stage)) for rank in self.members()[stage]]
+
+    def _forwards(self, rank: int, stage: int) -> list[Action]:
+        return [a for a in self.ranks[rank].batch if (a.kind, a.stage) == (FORWARD, stage)]
 
     def actions(self) -> Iterator[Action]:
         """Yield all actions as written, rank by rank."""
@@ -230,25 +259,24 @@ class Routes:
 
     def __init__(self, schedule: Schedule) -> None:
         self._teams, self._runners, self._per_batch = schedule.teams(), schedule.runners(), schedule.microbatches
-        # The stage of every rank, the number of its team there, and its place in the team.
+        # The number of each rank's team in its stage, and its place in the team.
         self._at = {
-            rank: (stage, number, place)
-            for stage, teams in self._teams.items()
+            rank: (number, place)
+            for teams in self._teams.values()
             for number, team in enumerate(teams)
             for place, rank in enumerate(team)
         }
 
     def source(self, rank: int, phase: str, stage: int, number: int) -> int:
         """Return the rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
-        _, at, place = self._at[rank]
+        at, place = self._at[rank]
         if phase not in PER_BATCH:
             team = self._runners[stage, number % self._per_batch]
         else:
             team = self._teams[stage][at % len(self._teams[stage])]
         return team[place % len(team)]
 
-    def targets(self, rank: int, phase: str, stage: int, number: int) -> list[int]:
-        """Return the ranks of `stage` that `rank` sends to."""
-        home = self._at[rank][0]
+    def targets(self, rank: int, phase: str, home: int, stage: int, number: int) -> list[int]:
+        """Return the ranks of `stage` that `rank` sends results of its stage `home` to."""
         teams = self._teams[stage] if phase in PER_BATCH else (self._runners[stage, number % self._per_batch],)
         return [other for team in teams for other in team if self.source(other, phase, home, number) == rank]

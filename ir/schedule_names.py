@@ -12,4 +12,6 @@ TRAINING = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 DELAYED = ("2bw", "eager-2bw")
 SYNCHRONOUS = tuple(name for name in TRAINING if name not in DELAYED)
 INFERENCE = "forward"
+# Schedules of ranks that run several stages each.
+PACKED = ("interleaved", "zb-v")
 NAMES = (*TRAINING, INFERENCE)

@@ -3,14 +3,15 @@
 One operation per line, so that every error has a line number and `diff` works.
 
     module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
-    line      = links | host | device | link | mesh | stage | input | output | batch | bound | var | edge | graph | \
-schedule | note
+    line      = links | host | device | link | mesh | stage | rank | input | output | batch | bound | var | edge | \
+graph | schedule | note
     links     = "links " class {" " key "=" literal}
     host      = "host " name {" " key "=" literal}
     device    = "device " name {" " key "=" literal} {" " space ":" bytes}
     link      = "link " name " " name {" " key "=" literal}
     mesh      = "mesh @" name " (" axis "=" size {", " axis "=" size} ") " device {" " device}
     stage     = "stage " index " on " place
+    rank      = "rank " number " on " device " runs" {" " index}   of every rank, where ranks run several stages
     input     = "input " value                             value  = "%" name " : " type
     output    = "output %" name
     batch     = "batch %" name " " (dimension | "whole")   where its samples lie, if not along the first dimension
@@ -28,9 +29,8 @@ schedule | note
     note      = "note " origin ": " text                   text and loc have no control characters
     name      = letters, digits and _ . / : -              type   = see ir/types.py       action = see ir/schedule.py
 
-A module is printed in the order of this list; indentation and blank lines do not matter to the parser; a line that
-starts with `//` is a comment. `print_module(parse_module(t)) == t` for every printed t. There are no weights in the
-text, variables name them; the elements of tables are.
+A module is printed in the order of this list. The parser skips indentation, blank lines, and lines after `//`.
+`print_module(parse_module(t)) == t` for every printed t. Variables name weights; elements of tables are written out.
 """
 
 from __future__ import annotations
@@ -53,12 +53,9 @@ from .types import TYPE_PATTERN, parse_type
 NAME = r"[\w./:\-]+"
 T = TypeVar("T")
 
-# ------------------------------------------------------------------------------------------------ printing
-
 
 def print_op(op: Op) -> str:
-    """Return the line of an operation. It is made once, because modules after one pass and the next share most
-    operations."""
+    """Return the line of an operation. It is made once, as modules between passes share most operations."""
     if op.line is None:
         object.__setattr__(op, "line", _line(op))
     assert op.line is not None
@@ -138,6 +135,8 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
         yield f"  mesh @{mesh.name} ({', '.join(f'{a}={n}' for a, n in mesh.axes)}) {' '.join(mesh.devices)}"
     for stage in module.stages:
         yield f"  stage {stage.index} on {stage.place}"
+    for rank, stages in enumerate(module.packs):
+        yield f"  rank {rank} on {module.stages[stages[0]].place} runs {' '.join(map(str, stages))}"
     for value in module.inputs:
         yield f"  input {value!r}"
     for name in module.outputs:
@@ -152,8 +151,7 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
 
 
 class Printer:
-    """A printer of modules that have much in common, as those after one pass and the next: it prints every graph and
-    variable once."""
+    """A printer of modules that have much in common: it prints every graph and variable once."""
 
     def __init__(self) -> None:
         # The cache holds the object beside its text, so that no other object gets its address.
@@ -180,11 +178,8 @@ def print_module(module: Module) -> str:
     return Printer().print(module)
 
 
-# ------------------------------------------------------------------------------------------------ parsing
-
 _VALUE = re.compile(rf"%({NAME}) : ({TYPE_PATTERN})")
-# Control characters of terminals: C0 and C1, but for tabs and ends of lines. The printer writes them as escapes, in
-# strings alone.
+# Control characters of terminals, but for tabs and ends of lines. The printer writes them as escapes, in strings.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)(?: ; (.*))?')
 _MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
@@ -195,6 +190,7 @@ _VAR = re.compile(
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
+_PACK = re.compile(rf"rank (\d+) on ({NAME}) runs((?: \d+)+)")
 _OUTPUT = re.compile(rf"output %({NAME})")
 _BATCH = re.compile(rf"batch %({NAME}) (\d{{1,9}}|whole)")
 _EDGE = re.compile(r"edge (\d+)>(\d+) ([FBPN]) : (.*)")
@@ -303,6 +299,7 @@ class _ModuleParser:
         self.classes: list[LinkClass] = []
         self.meshes: list[Mesh] = []
         self.stages: list[Stage] = []
+        self.packs: list[tuple[int, ...]] = []
         self.inputs: list[Value] = []
         self.outputs: list[str] = []
         self.bounds: list[Bounded] = []
@@ -316,8 +313,8 @@ class _ModuleParser:
         self.batch: dict[str, int | None] = {}
         self.rules: dict[str, Callable[[str], None]] = {
             "links": self._class, "host": self._host, "device": self._device, "link": self._link, "mesh": self._mesh,
-            "stage": self._stage, "input": self._input, "output": self._output, "batch": self._batch,
-            "bound": self._bound,
+            "stage": self._stage, "rank": self._pack, "input": self._input, "output": self._output,
+            "batch": self._batch, "bound": self._bound,
             "var": self._var, "edge": self._edge, "graph": self._graph, "schedule": self._schedule, "note": self._note,
         }  # fmt: skip
 
@@ -371,6 +368,13 @@ class _ModuleParser:
     def _stage(self, line: str) -> None:
         match = _fullmatch(_STAGE, line, "stage INDEX on DEVICE")
         self.stages.append(Stage(int(match[1]), match[2]))
+
+    def _pack(self, line: str) -> None:
+        number, device, stages = _fullmatch(_PACK, line, "rank NUMBER on DEVICE runs STAGE ...").groups()
+        places = {stage.index: stage.place for stage in self.stages}
+        if int(number) != len(self.packs) or any(places.get(int(stage)) != device for stage in stages.split()):
+            raise ValueError(f"expected rank {len(self.packs)}, and stages that lie on {device}")
+        self.packs.append(tuple(map(int, stages.split())))
 
     def _input(self, line: str) -> None:
         self.inputs += _parse_values(line[6:])
@@ -441,21 +445,17 @@ class _ModuleParser:
     def finish(self) -> Module:
         if not self.closed or self.name is None:
             raise ValueError("the text ends before the module does, expected '}'")
-        cluster = (
-            Cluster(tuple(self.devices), tuple(self.links), tuple(self.hosts), tuple(self.classes))
-            if self.devices
-            else None
-        )
+        parts = tuple(self.devices), tuple(self.links), tuple(self.hosts), tuple(self.classes)
+        cluster = Cluster(*parts) if self.devices else None
         return Module(
             self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages),
             self.vars, self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes), self.batch,
-            tuple(self.bounds),
+            tuple(self.bounds), tuple(self.packs),
         )  # fmt: skip
 
 
 def _fields(words: Iterable[str]) -> dict[str, Scalar]:
-    matches = [_fullmatch(_FIELD, word, "key=value") for word in words]
-    return {m[1]: parse_scalar(m[2]) for m in matches}
+    return {m[1]: parse_scalar(m[2]) for m in (_fullmatch(_FIELD, word, "key=value") for word in words)}
 
 
 def _fullmatch(pattern: re.Pattern[str], line: str, expected: str) -> re.Match[str]:

@@ -23,7 +23,7 @@ from penstock.passes.rewrite.decompose import DecomposeOptions, decompose
 from penstock.passes.rewrite.precision import PrecisionOptions, check_precision, precision
 from penstock.passes.rewrite.quantise import QuantiseOptions, quantise
 from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
-from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, ScheduleOptions, schedule, splits_backward
 from penstock.passes.schedules.weight_versions import WeightVersionsOptions, weight_versions
 from penstock.passes.sharding.localize import LocalizeOptions, localize
 from penstock.passes.sharding.replicas.zero import ZeroOptions, zero
@@ -89,7 +89,7 @@ class PipelineOptions:
     microbatches each device of a stage runs; `library`, where there are GPUs, is who computes contractions on them;
     `guard` what is done about the gradient before it is used; `mesh` the axes of every stage's devices, `layouts` how
     tensors lie on them; `weights` the bits of weights in inference; `zero` the level at which replicas share
-    variables out."""
+    variables out; `packs` the number of stages on a device."""
 
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -103,6 +103,7 @@ class PipelineOptions:
     layouts: tuple[str, ...] = ()
     weights: int = 32
     zero: int = 0
+    packs: int = 1
 
 
 DEFAULTS = PipelineOptions()
@@ -162,7 +163,7 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
         "recompute": options.recompute,
         "wire": options.wire,
     }
-    partition = {**partition, **same, **_meshed(options)}
+    partition = {**partition, **same, **_meshed(options), **_packed(options)}
     return [
         _shard(options),
         PipelineEntry(
@@ -173,7 +174,7 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
             "split-backward",
             {},
             "what a stage sends is known now, and the schedule needs to know which stages have a W",
-            schedule in SCHEDULES and SCHEDULES[schedule].splits,
+            splits_backward(schedule),
             "--schedule zb-1f1b",
         ),
         PipelineEntry(
@@ -191,6 +192,14 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
             "--zero",
         ),
     ]
+
+
+def _packed(options: PipelineOptions) -> dict[str, Attr]:
+    """Return the options of `partition` for several stages on a device; none where each has one."""
+    if options.packs == 1:
+        return {}
+    folded = options.schedule in PACK_SCHEDULES and PACK_SCHEDULES[options.schedule].folded
+    return {"packs": options.packs, "folded": folded}
 
 
 def _running(options: PipelineOptions) -> list[PipelineEntry]:

@@ -105,17 +105,17 @@ def _pipeline(module: Module, weights: Arrays, batches: Sequence[Arrays], first:
 
 
 class _Rank:
-    """One rank: its program, its variables, and the values it holds for each microbatch and batch, by
-    `Action.holder`."""
+    """One rank: its program, its variables, and the values it holds for each of its stages and each microbatch and
+    batch, by `Action.holder`."""
 
-    def __init__(
-        self, index: int, program: list[Action], store: VersionStore, mesh: Mesh, place: int, is_local: bool
-    ) -> None:
-        self.index, self.program, self.store, self.is_local = index, program, store, is_local
+    def __init__(self, index: int, program: list[Action], mesh: Mesh, place: int, is_local: bool) -> None:
+        self.index, self.program, self.is_local = index, program, is_local
+        # The variables of each stage: stages may have copies of their own under one name, such as counters.
+        self.stores: dict[int, VersionStore] = {}
         self.mesh, self.place = mesh, place
         self.coordinates = {f"{COORDINATE}{axis}": np.array(at) for axis, at in mesh.coordinates(place).items()}
         self.step = 0
-        self.values: dict[int, dict[str, Array]] = {}
+        self.values: dict[tuple[int, int], dict[str, Array]] = {}
         # Batches whose gradients it has added to a sum that it has not used yet.
         self.waiting: set[int] = set()
 
@@ -135,15 +135,15 @@ class _Rank:
 class _StageVariables:
     """The variables of a stage after a run, whole: those of its ranks, joined."""
 
-    def __init__(self, module: Module, ranks: Sequence[_Rank]) -> None:
-        self.module, self.ranks = module, ranks
-        self.slots, self.newest = ranks[0].store.slots, ranks[0].store.newest
+    def __init__(self, module: Module, stage: int, ranks: Sequence[_Rank]) -> None:
+        self.module, self.ranks, self.stores = module, ranks, [rank.stores[stage] for rank in ranks]
+        self.slots, self.newest = self.stores[0].slots, self.stores[0].newest
 
     def latest(self, name: str) -> Array:
-        return self._whole(name, [rank.store.latest(name) for rank in self.ranks])
+        return self._whole(name, [store.latest(name) for store in self.stores])
 
     def before_latest(self, name: str) -> Array | None:
-        parts = [part for rank in self.ranks if (part := rank.store.before_latest(name)) is not None]
+        parts = [part for store in self.stores if (part := store.before_latest(name)) is not None]
         return self._whole(name, parts) if len(parts) == len(self.ranks) else None
 
     def _whole(self, name: str, parts: Sequence[Array]) -> Array:
@@ -173,7 +173,7 @@ class _Pipeline:
         self.wired = bool(module.edges) or any(a.kind in MESSAGES for program in programs.values() for a in program)
         assert module.schedule is not None
         self.per_batch = module.schedule.microbatches
-        self.channels: dict[tuple[int, int, str], deque[tuple[int, dict[str, Array]]]] = {}
+        self.channels: dict[tuple[str, int, int, int | None, int | None], deque[tuple[int, dict[str, Array]]]] = {}
         self.stepped = stepped_vars(module)
         self.ranks = {}
         self.homes, self.members = module.schedule.homes(), module.schedule.members()
@@ -182,23 +182,21 @@ class _Pipeline:
         # The gradients that ranks of a stage have added to the sum of a batch, by stage and batch.
         self.sums: dict[tuple[int, int], dict[int, dict[str, Array]]] = {}
         for index, program in programs.items():
-            graphs = [
-                g for g in (module.stage_graph(self.homes.get(index, index), kind) for kind in COMPUTE) if g is not None
-            ]
-            names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
-            first_arrays = initial_arrays(module, weights, list(names), precision)
-            store = VersionStore(module.vars, self.stepped, {}, first)
-            rank = _Rank(index, program, store, *_seat(module, index), module.is_local)
-            parts = {name: rank.part(array, module.vars[name].type) for name, array in first_arrays.items()}
-            rank.store = VersionStore(module.vars, self.stepped, parts, first)
-            self.ranks[index] = rank
+            rank = self.ranks[index] = _Rank(index, program, *_seat(module, index), module.is_local)
+            for stage in module.schedule.stages_of(index) or (index,):
+                graphs = [g for kind in COMPUTE if (g := module.stage_graph(stage, kind)) is not None]
+                names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
+                first_arrays = initial_arrays(module, weights, list(names), precision)
+                parts = {name: rank.part(array, module.vars[name].type) for name, array in first_arrays.items()}
+                rank.stores[stage] = VersionStore(module.vars, self.stepped, parts, first)
 
     def put(self, var: str, version: int, array: Array) -> None:
         type = self.module.vars[var].type
         value = as_value(array, Value(var, type), self.precision)
         for rank in self.ranks.values():
-            if var in rank.store.newest:
-                rank.store.put(var, version, rank.part(value, type))
+            for store in rank.stores.values():
+                if var in store.newest:
+                    store.put(var, version, rank.part(value, type))
 
     def run(self) -> InterpretedRun:
         """Run all ranks in turn, each as far as it can; when no rank moves in a whole round, none ever will."""
@@ -216,27 +214,27 @@ class _Pipeline:
         ]
         if stuck:
             raise VerifyError("no rank can move\n  " + "\n  ".join(stuck), where=f"schedule of {self.module.name}")
-        left = [f"{src}{phase}>{dst}: {len(queue)}" for (src, dst, phase), queue in self.channels.items() if queue]
+        left = [f"{src}{phase}>{dst}: {len(queue)}" for (phase, src, dst, *_), queue in self.channels.items() if queue]
         if left:
             raise VerifyError(
                 f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}"
             )
-        for ranks in self.members.values():
-            collect(self.run_found, self.module, _StageVariables(self.module, [self.ranks[r] for r in ranks]))
+        for stage, ranks in self.members.items():
+            collect(self.run_found, self.module, _StageVariables(self.module, stage, [self.ranks[r] for r in ranks]))
         self._compare_ranks()
         return self.run_found
 
     def _compare_ranks(self) -> None:
         """Check that the ranks of a stage have the same variables in the end, where they hold the same part."""
         for stage, ranks in self.members.items():
-            for name in self.ranks[ranks[0]].store.slots:
+            for name in self.ranks[ranks[0]].stores[stage].slots:
                 var = self.module.vars[name]
                 if var.role == GRAD:
                     continue
                 holders: dict[object, int] = {}
                 for rank in map(self.ranks.__getitem__, ranks):
                     other = holders.setdefault(rank.tile(var.type), rank.index)
-                    here, there = (self.ranks[r].store.latest(name) for r in (other, rank.index))
+                    here, there = (self.ranks[r].stores[stage].latest(name) for r in (other, rank.index))
                     if not np.array_equal(here, there, equal_nan=True):
                         raise VerifyError(
                             f"ranks {other} and {rank.index} of stage {stage} end with different @{name}",
@@ -260,9 +258,9 @@ class _Pipeline:
             raise VerifyError(f"there is no graph @s{action.stage}.{action.kind}")
         return graph
 
-    def _find(self, rank: _Rank, mb: int, name: str) -> Array | None:
+    def _find(self, rank: _Rank, stage: int, mb: int, name: str) -> Array | None:
         """Find a value of a microbatch: held here, fed from outside, or held by any rank before messages exist."""
-        held = rank.values.get(mb, {})
+        held = rank.values.get((stage, mb), {})
         if name in held:
             return held[name]
         if name in self.inputs and name in self.feed.get(mb, {}):
@@ -273,7 +271,7 @@ class _Pipeline:
             return None
         at = self.teams[rank.index].index(rank.index)
         others = (self.ranks[team[at]] for team in dict.fromkeys(self.teams.values()) if at < len(team))
-        places = [other.values.get(mb, {}) for other in others]
+        places = [place for other in others for (_, number), place in other.values.items() if number == mb]
         return next((place[name] for place in places if name in place), None)
 
     def _party(self, rank: _Rank, graph: Graph) -> list[_Rank]:
@@ -296,7 +294,7 @@ class _Pipeline:
 
     def _inputs(self, rank: _Rank, graph: Graph, action: Action) -> dict[str, Array] | None:
         """Return what a graph takes; None while a rank has to wait for it."""
-        ins = {v.name: x for v in graph.ins if (x := self._find(rank, action.holder, v.name)) is not None}
+        ins = {v.name: x for v in graph.ins if (x := self._find(rank, action.stage, action.holder, v.name)) is not None}
         missing = [v.name for v in graph.ins if v.name not in ins]
         if missing and not self.wired:
             return None
@@ -359,24 +357,26 @@ class _Pipeline:
         """Return the variables as a computation sees them."""
         batch = action.batch(self.per_batch)
         if action.kind == UPDATE:
-            return rank.store.at(made=action.version, batch=batch)
-        return rank.store.at(action.version, batch=batch)
+            return rank.stores[action.stage].at(made=action.version, batch=batch)
+        return rank.stores[action.stage].at(action.version, batch=batch)
 
     def _keep(self, rank: _Rank, action: Action, graph: Graph, ins: Arrays, results: list[Array]) -> None:
         """Keep what a computation gives."""
         batch, leads = action.batch(self.per_batch), rank.index == self.teams[rank.index][0]
         if action.kind == UPDATE:
             self._show(self.run_found.handed_out.setdefault(batch, {}), by_name(graph, results), rank, leads)
-            for name in self.stepped & rank.store.slots.keys():
-                self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
+            store = rank.stores[action.stage]
+            for name in self.stepped & store.slots.keys():
+                self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), store.buffers(name))
             if self.wired:
-                rank.values.pop(action.holder, None)
+                rank.values.pop((action.stage, action.holder), None)
             return
         if action.kind in VERSIONED and leads:
             self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
-        kept = rank.values.setdefault(action.holder, {})
+        kept = rank.values.setdefault((action.stage, action.holder), {})
         kept |= {name: x for name, x in ins.items() if action.kind == FORWARD}
         kept |= by_name(graph, results)
+        self._hand_over(rank, action, kept)
         if action.kind == FORWARD:
             shown = {v.name: kept[v.name] for v in graph.outs if v.name in self.module.outputs}
             self._show(self.run_found.outputs.setdefault(action.mb, {}), shown, rank, leads)
@@ -390,7 +390,7 @@ class _Pipeline:
 
     def _bring(self, rank: _Rank, action: Action) -> bool:
         """Add a rank's gradients of a batch to the sum over its replicas."""
-        store = rank.store.at(batch=action.mb)
+        store = rank.stores[action.stage].at(batch=action.mb)
         brought = self.sums.setdefault((action.stage, action.mb), {})
         brought[rank.index] = {name: store.take(name) for name in summed_vars(self.module, action.stage)}
         rank.waiting.add(action.mb)
@@ -402,19 +402,26 @@ class _Pipeline:
         if not brought.keys() >= set(members):
             return False
         rank.waiting.remove(action.mb)
-        store = rank.store.at(batch=action.mb)
+        store = rank.stores[action.stage].at(batch=action.mb)
         for member in members:
             for name, part in brought[member].items():
                 store.accumulate(name, part)
         return True
 
     def _drop(self, rank: _Rank, action: Action) -> bool:
-        if rank.values.pop(action.mb, None) is None:
+        if rank.values.pop((action.stage, action.mb), None) is None:
             raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
         return True
 
-    def _channel(self, src: int, dst: int, phase: str) -> deque[tuple[int, dict[str, Array]]]:
-        return self.channels.setdefault((src, dst, phase), deque())
+    def _hand_over(self, rank: _Rank, action: Action, kept: Arrays) -> None:
+        """Give the results of a computation to the other stages of its rank that take them."""
+        for edge in self.module.edges:
+            if (edge.src, edge.phase) == (action.stage, action.kind) and rank.index in self.members.get(edge.dst, ()):
+                held = rank.values.setdefault((edge.dst, action.holder), {})
+                held.update((v.name, kept[v.name]) for v in edge.values)
+
+    def _channel(self, rank: _Rank, action: Action) -> deque[tuple[int, dict[str, Array]]]:
+        return self.channels.setdefault(action.channel(rank.index), deque())
 
     def _values_of(self, src: int, dst: int, phase: str) -> list[str]:
         names = [v.name for e in self.module.edges if (e.src, e.dst, e.phase) == (src, dst, phase) for v in e.values]
@@ -424,17 +431,17 @@ class _Pipeline:
 
     def _send(self, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        names = self._values_of(action.stage, self.homes[action.peer], action.phase)
-        held = rank.values.get(action.holder, {})
+        names = self._values_of(action.stage, action.other(self.homes), action.phase)
+        held = rank.values.get((action.stage, action.holder), {})
         missing = [f"%{n}" for n in names if n not in held]
         if missing:
             raise VerifyError(f"{', '.join(missing)} of {_unit(action)} should be sent, but this rank does not hold it")
-        self._channel(rank.index, action.peer, action.phase).append((action.mb, {n: held[n] for n in names}))
+        self._channel(rank, action).append((action.mb, {n: held[n] for n in names}))
         return True
 
     def _receive(self, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        queue = self._channel(action.peer, rank.index, action.phase)
+        queue = self._channel(rank, action)
         if not queue:
             return False
         mb, values = queue.popleft()
@@ -443,7 +450,7 @@ class _Pipeline:
                 f"{_unit(action)} is expected from rank {action.peer}, the next message is of "
                 f"{_unit(action._replace(mb=mb))}"
             )
-        rank.values.setdefault(action.holder, {}).update(values)
+        rank.values.setdefault((action.stage, action.holder), {}).update(values)
         return True
 
     def _wanted(self, rank: _Rank, action: Action) -> str:
@@ -456,7 +463,7 @@ class _Pipeline:
         if len(party) > 1 and (other := self._missing(party, action) or self._missing(party[::-1], action)) is not None:
             return f"rank {other.index}, which is in {other.action() or 'nothing any more'}"
         return (
-            ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None)
+            ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.stage, action.holder, v.name) is None)
             + f" of {_unit(action)}"
         )
 

@@ -25,7 +25,7 @@ block and action by action, but for receives of batches that a program has yet t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
@@ -91,11 +91,16 @@ def measure_memory(module: Module) -> dict[int, Memory]:
 
 def _measured(module: Module, schedule: Schedule) -> dict[int, Memory]:
     table = {}
-    for rank, program in schedule.ranks.items():
-        stages = {a.stage for a in (*program.start, *program.batch)}
-        assert len(stages) == 1, f"rank {rank} runs stages {sorted(stages)}, expected one"
-        table[rank] = _stage_memory(module, rank, stages.pop())
+    for rank in schedule.ranks:
+        table[rank] = _summed([_stage_memory(module, rank, stage) for stage in schedule.stages_of(rank)])
     return table
+
+
+def _summed(rows: Sequence[Memory]) -> Memory:
+    """Return the memory of a rank: blocks that were given back are kept, so it is the sum over its stages."""
+    if len(rows) == 1:
+        return rows[0]
+    return Memory(rows[0].stage, *map(sum, zip(*[astuple(row)[1:] for row in rows], strict=True)))
 
 
 def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
@@ -111,7 +116,7 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     # on it.
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
     walk = Walk(module, stage, posts=not _on_gpu(module, rank))
-    for _ in walk.follow(actions_of(module.schedule, rank, BATCHES)):
+    for _ in walk.follow(a for a in actions_of(module.schedule, rank, BATCHES) if a.stage == stage):
         pass
     return Memory(
         stage,
@@ -139,13 +144,20 @@ class Course:
 def memory_course(module: Module, rank: int, batches: int) -> Course:
     """Return the course of memory over a run of a rank, from an empty pipeline to an empty one."""
     assert module.schedule is not None, "memory needs a schedule"
-    walk = Walk(module, module.rank_stages()[rank], posts=not _on_gpu(module, rank), lives=True)
-    actions, held = [], []
-    for action in walk.follow(actions_of(module.schedule, rank, batches)):
-        saved, passing = walk.now[True], walk.now[False] + walk.coming
-        actions.append(action)
-        held.append((saved, passing, sum(pool.bytes for pool in walk.pools) - saved - passing))
-    return Course(tuple(actions), tuple(held), tuple(walk.finish()))
+    posts, actions = not _on_gpu(module, rank), actions_of(module.schedule, rank, batches)
+    walks = {stage: Walk(module, stage, posts=posts, lives=True) for stage in module.schedule.stages_of(rank)}
+    ways = {stage: walk.follow([a for a in actions if a.stage == stage]) for stage, walk in walks.items()}
+    held = []
+    for step, action in enumerate(actions, BEFORE):
+        walks[action.stage].step = step
+        next(ways[action.stage])
+        saved = sum(walk.now[True] for walk in walks.values())
+        passing = sum(walk.now[False] + walk.coming for walk in walks.values())
+        blocks = sum(pool.bytes for walk in walks.values() for pool in walk.pools)
+        held.append((saved, passing, blocks - saved - passing))
+    for way in ways.values():
+        next(way, None)
+    return Course(tuple(actions), tuple(held), tuple(life for walk in walks.values() for life in walk.finish()))
 
 
 def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:

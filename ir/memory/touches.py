@@ -57,7 +57,7 @@ class Accesses:
 
     def _moved_values(self, action: Action) -> frozenset[str]:
         assert action.peer is not None
-        ends = (action.stage, self._homes[action.peer])
+        ends = (action.stage, action.other(self._homes))
         return self._moved[(action.phase, *(ends if action.kind in SENDS else ends[::-1]))]
 
     def _no_values(self, action: Action) -> frozenset[str]:

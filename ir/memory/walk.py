@@ -38,7 +38,7 @@ def actions_of(schedule: Schedule, rank: int, batches: int, first: int = 0) -> l
     actions = list(schedule.expand(rank, batches, first))
     if any(action.kind == DROP for action in actions):
         return actions
-    last = {action.mb: i for i, action in enumerate(actions) if action.kind not in PER_BATCH}
+    last = {(action.stage, action.mb): i for i, action in enumerate(actions) if action.kind not in PER_BATCH}
     ends = set(last.values())
     return [b for i, a in enumerate(actions) for b in ((a, Action(DROP, a.stage, a.mb)) if i in ends else (a,))]
 
@@ -59,6 +59,8 @@ class BlockPool:
             self.bytes += size
 
 
+# A channel of a rank: the kind of its actions, the peer, and the stage there where ranks run several.
+Channel = tuple[str, int, int | None]
 # A value that has memory: name, bytes, where they are from, and whether it is saved.
 _Stored = tuple[str, int, BlockPool, bool]
 
@@ -95,6 +97,8 @@ class Walk:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
         self.homes = module.rank_stages()
         self.workspaces = {kind: planned_blocks(graph) for kind, graph in self.graphs.items()}
+        together = next((stages for stages in module.packs if stage in stages), (stage,))
+        leaving = [e for e in module.edges if e.src == stage and e.dst not in together]
         self.edges = {(e.phase, e.src, e.dst): module.local_values(e.values, stage) for e in module.edges}
         self.parcels = {key: parcels(values) for key, values in self.edges.items()}
         self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
@@ -105,12 +109,13 @@ class Walk:
             BACKWARD: for_weights,
             WEIGHTS: set[str](),
         }
-        self.sent = {
-            kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values}
-            for kind in PHASES
-        }
+        self.sent = {kind: {v.name for e in leaving if e.phase == kind for v in e.values} for kind in PHASES}
+        # What another stage of the rank takes counts here, too, until it is dropped: a bound, as it is one tensor.
+        for edge in module.edges:
+            if edge.src == stage and edge.dst in together and edge.phase in self.kept:
+                self.kept[edge.phase] |= {v.name for v in edge.values}
         self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
-        self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
+        self.targets = {kind: sum(e.phase == kind for e in leaving) for kind in PHASES}
         self.held: dict[int, dict[str, _HeldBlock]] = {}
         self.now = {True: 0, False: 0}
         # Memory of results and temporaries, of inputs of the module, and of messages; and which of
@@ -125,9 +130,9 @@ class Walk:
             for takes in (True, False)
         }
         self._posts, self._sends = posts, Counter[tuple[str, int]]()
-        self._posted: dict[tuple[str, int], dict[int, list[_HeldBlock]]] = {}
-        self._expected: dict[tuple[str, int], deque[Action]] = {}
-        self._lingering: dict[tuple[str, int], _SentMessages] = {}
+        self._posted: dict[Channel, dict[int, list[_HeldBlock]]] = {}
+        self._expected: dict[Channel, deque[Action]] = {}
+        self._lingering: dict[Channel, _SentMessages] = {}
         self.lives: list[Life] | None = [] if lives else None
         self.step = BEFORE
         self.coming = self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
@@ -187,13 +192,13 @@ class Walk:
 
     def _edge(self, action: Action) -> tuple[str, int, int]:
         assert action.peer is not None
-        peer = self.homes[action.peer]
+        peer = action.other(self.homes)
         return (action.phase, peer, action.stage) if action.kind in RECEIVES else (action.phase, action.stage, peer)
 
     def _expect(self, action: Action) -> None:
         """Post a receive that lies ahead: it has memory from now on, or as soon as its channel has room."""
         assert action.peer is not None
-        channel = (action.kind, action.peer)
+        channel = (action.kind, action.peer, action.end)
         waiting = self._expected.setdefault(channel, deque())
         if waiting or len(self._posted.setdefault(channel, {})) >= POSTED:
             waiting.append(action)
@@ -202,7 +207,9 @@ class Walk:
 
     def _post(self, action: Action) -> None:
         assert action.peer is not None
-        self._posted[action.kind, action.peer][action.mb] = blocks = self._messages(action) if self._posts else []
+        self._posted[action.kind, action.peer, action.end][action.mb] = blocks = (
+            self._messages(action) if self._posts else []
+        )
         for block in blocks:
             self.coming += block.nbytes
 
@@ -220,7 +227,7 @@ class Walk:
     def _receive(self, action: Action) -> None:
         """Convert the memory of a message into that of values of its microbatch."""
         assert action.peer is not None
-        channel = (action.kind, action.peer)
+        channel = (action.kind, action.peer, action.end)
         posted = self._posted.setdefault(channel, {})
         blocks = posted.pop(action.mb, None)
         for block in blocks or ():
@@ -242,7 +249,7 @@ class Walk:
         a channel, and those until the next send of it, say. What is saved stays anyway; values that share a message
         were copied into it."""
         assert action.peer is not None
-        line = self._lingering.setdefault((action.kind, action.peer), _SentMessages())
+        line = self._lingering.setdefault((action.kind, action.peer, action.end), _SentMessages())
         for pool, size in line.leaving:
             pool.change(size, -1)
         line.leaving = []

@@ -21,6 +21,8 @@ from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs
 from .schedules import check_progress, sources, taking
 
+Channel = tuple[str, int, int, int | None, int | None]
+
 
 def check_wired(module: Module) -> Iterator[Problem]:
     schedule = module.schedule
@@ -90,22 +92,24 @@ class _Ends:
         self._into, self._out = into, out
         self._arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
         self._homes, self._members = run.schedule.homes(), run.schedule.members()
+        self._rank, self._own = rank, set(run.schedule.stages_of(rank))
+        self._packed = any(len(run.schedule.stages_of(other)) > 1 for other in run.programs)
         self._teams = run.schedule.teams()
-        self._done: dict[tuple[str, int, int, int | None], int] = {}
+        self._done: dict[tuple[str, int, int, int | None, int | None], int] = {}
         self._problem = FirstOfEach(run, rank)
 
     def check(self, actions: list[Action]) -> Iterator[Problem]:
         for step, a in enumerate(actions):
             if (check := ENDS[a.kind]) is not None:
                 yield from check(self, step, a)
-            self._done.setdefault((a.kind, a.stage, a.mb, a.peer), step)
-        for (kind, stage, mb, _), step in self._done.items():
+            self._done.setdefault((a.kind, a.stage, a.mb, a.peer, a.end), step)
+        for (kind, stage, mb, *_), step in self._done.items():
             # One of the teams of a stage sends results that exist once per batch. The check of the receiver notices a
             # missing one.
             each = kind not in PER_BATCH or len(self._teams[stage]) == 1
             for target in self._out.get((stage, kind), ()) if each else ():
                 peers, send = self._members[target], SEND_OF[kind]
-                if not any((send, stage, mb, peer) in self._done for peer in peers):
+                if target not in self._own and not self._moved(send, stage, mb, target):
                     ends = "|".join(map(str, peers))
                     what = f"its results are never sent to stage {target} ({stage}{send}{mb}>{ends})"
                     yield from self._problem("unsent", step, what)
@@ -113,7 +117,7 @@ class _Ends:
     def send(self, step: int, a: Action) -> Iterator[Problem]:
         other = self._other(a)
         yield from self._message(step, a, known=other in self._out.get((a.stage, a.phase), ()))
-        if (a.phase, a.stage, a.mb, None) not in self._done:
+        if (a.phase, a.stage, a.mb, None, None) not in self._done:
             yield from self._problem("early", step, f"sends what {a.stage}{a.phase}{a.mb} has not computed yet")
 
     def receive(self, step: int, a: Action) -> Iterator[Problem]:
@@ -122,23 +126,36 @@ class _Ends:
     def compute(self, step: int, a: Action) -> Iterator[Problem]:
         for source, phase in self._into.get((a.stage, a.kind), ()):
             peers, receive = self._members[source], RECEIVE_OF[phase]
-            if not any((receive, a.stage, a.mb, peer) in self._done for peer in peers):
+            if source in self._own:
+                if (phase, source, a.mb, None, None) not in self._done:
+                    what = f"runs before {source}{phase}{a.mb} of the same rank, whose results it takes"
+                    yield from self._problem("late", step, what)
+            elif not self._moved(receive, a.stage, a.mb, source):
                 ends = "|".join(map(str, peers))
                 what = f"runs before its inputs from stage {source} have arrived ({a.stage}{receive}{a.mb}<{ends})"
                 yield from self._problem("late", step, what)
 
     def _message(self, step: int, a: Action, *, known: bool) -> Iterator[Problem]:
-        key = (a.kind, a.stage, a.mb, a.peer)
+        key = (a.kind, a.stage, a.mb, a.peer, a.end)
         if key in self._done:
             yield from self._problem("twice", step, f"was already done at step {self._done[key]}")
         if not known:
             other = self._other(a)
-            other_stage = f"the stage of rank {a.peer}" if other != a.peer else str(other)
+            other_stage = str(other) if other == a.peer or a.end is not None else f"the stage of rank {a.peer}"
             what = f"there is no {a.phase} edge between stages {a.stage} and {other_stage} in that direction"
             yield from self._problem("edge", step, what)
 
     def _other(self, a: Action) -> int | None:
-        return self._homes.get(a.peer) if a.peer is not None else None
+        if a.peer is None or (a.end is None and self._packed):
+            return None
+        other = self._homes.get(a.peer) if a.end is None else a.end
+        # A rank that the message names must run the stage that it names, and sends itself nothing.
+        return other if other is None or (a.peer in self._members.get(other, ()) and a.peer != self._rank) else None
+
+    def _moved(self, kind: str, stage: int, mb: int, other: int) -> bool:
+        """Return whether a message with another stage was sent or received."""
+        end = other if self._packed else None
+        return any((kind, stage, mb, peer, end) in self._done for peer in self._members[other])
 
 
 # The check of every kind; a sum is checked over all ranks of its stage, and drops in schedules.py.
@@ -154,23 +171,23 @@ ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
 def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
     """Check that messages of one phase between two ranks arrive in the order in which they are sent, each of
     them once."""
-    sent: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
-    received: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
+    sent: dict[Channel, list[tuple[str, int, int, int]]] = {}
+    received: dict[Channel, list[tuple[str, int, int, int]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
             if a.peer is not None and a.kind in SENDS:
-                sent.setdefault((rank, a.peer, a.phase), []).append((a.phase, a.mb, rank, step))
+                sent.setdefault(a.channel(rank), []).append((a.phase, a.mb, rank, step))
             elif a.peer is not None and a.kind in RECEIVES:
-                received.setdefault((a.peer, rank, a.phase), []).append((a.phase, a.mb, rank, step))
-    for channel in sorted({*sent, *received}):
+                received.setdefault(a.channel(rank), []).append((a.phase, a.mb, rank, step))
+    for channel in dict.fromkeys((*sent, *received)):
         left, right = sent.get(channel, []), received.get(channel, [])
         there, here = {x[:2] for x in left}, {x[:2] for x in right}
         lost = next((x for x in left if x[:2] not in here), None)
         awaited = next((x for x in right if x[:2] not in there), None)
         if lost is not None:
-            yield run.problem(*lost[2:], f"rank {channel[1]} never receives this message")
+            yield run.problem(*lost[2:], f"rank {channel[2]} never receives this message")
         if awaited is not None:
-            yield run.problem(*awaited[2:], f"rank {channel[0]} never sends this message")
+            yield run.problem(*awaited[2:], f"rank {channel[1]} never sends this message")
         if lost is None and awaited is None:
             for x, y in zip(left, right, strict=False):
                 if x[:2] != y[:2]:

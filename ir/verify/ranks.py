@@ -2,7 +2,8 @@
 
 In: a module with a schedule. Out: problems.
 
-A stage has one rank for each of its devices, and ranks are numbered stage by stage. Its mesh says which of them are a
+A stage has one rank for each of its devices, and ranks are numbered stage by stage. A rank may run several stages, if
+the module says so; each of these lies on that rank alone. The mesh of a stage says which of them are a
 team: teams share the work of the stage out by microbatches, and all ranks of a team do the same.
 """
 
@@ -19,8 +20,9 @@ from .problems import Problem
 
 
 def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
-    """Check that every rank runs one stage, and every stage has a rank for each of its devices, numbered stage by
-    stage."""
+    """Check that every rank runs one stage, or the stages of its pack, and every stage has a rank for each of its
+    devices, numbered stage by stage."""
+    yield from _check_packs(module)
     homes: dict[int, set[int]] = {s.index: set() for s in module.stages}
     for rank, program in schedule.ranks.items():
         stages = {action.stage for action in (*program.start, *program.batch)}
@@ -29,18 +31,21 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
             yield Problem(
                 f"schedule {schedule.name}, rank {rank}", f"{action} is of stage {stage}, which does not exist"
             )
-        if len(stages) > 1:
+        allowed = module.packs[rank] if rank < len(module.packs) else ()
+        if len(stages) > 1 and not stages <= set(allowed):
             yield Problem(
                 f"schedule {schedule.name}, rank {rank}",
-                f"runs stages {', '.join(map(str, sorted(stages)))}, expected one",
+                f"runs stages {', '.join(map(str, sorted(stages)))}, expected "
+                + (f"stages {', '.join(map(str, allowed))}" if allowed else "one"),
             )
         for stage in stages & homes.keys():
             homes[stage].add(rank)
-    first = 0
+    places: dict[int, list[int]] = {}
+    for rank, stages_there in enumerate(module.rank_packs()):
+        for stage in stages_there:
+            places.setdefault(stage, []).append(rank)
     for stage, ranks in homes.items():
-        devices = module.devices_of(stage)
-        expected = list(range(first, first + len(devices)))
-        first += len(devices)
+        devices, expected = module.devices_of(stage), places.get(stage, [])
         if sorted(ranks) != expected:
             listed = (
                 f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
@@ -51,6 +56,21 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
             yield Problem(
                 f"schedule {schedule.name}, stage {stage}", f"runs {listed}, expected {wanted} on {', '.join(devices)}"
             )
+
+
+def _check_packs(module: Module) -> Iterator[Problem]:
+    """Check that packs have every stage once, each on one device, and order ranks by their first stage."""
+    for rank, stages in enumerate(module.packs):
+        if any(len(module.devices_of(stage)) > 1 for stage in stages):
+            yield Problem(f"rank {rank}", "runs a stage that lies on several devices: none of a pack may")
+        if list(stages) != sorted(stages):
+            yield Problem(f"rank {rank}", "its stages are not in order")
+    listed = [stage for stages in module.packs for stage in stages]
+    if module.packs and sorted(listed) != [stage.index for stage in module.stages]:
+        yield Problem("ranks", f"run stages {', '.join(map(str, sorted(listed)))}, expected each of the module once")
+    firsts = [stages[0] for stages in module.packs]
+    if firsts != sorted(firsts):
+        yield Problem("ranks", "are not in the order of their first stages")
 
 
 def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:

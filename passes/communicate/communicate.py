@@ -9,7 +9,8 @@ destination, phase) carries all of them, in the order in which the source return
 goes straight from its producer, once per destination. Any other input is an error; one error lists them all.
 
 Each send stands right after the computation that makes its values, and each receive right before the first computation
-that takes them. Several of them stand in the order of the peer's number. Both ends run the microbatches of one phase in
+that takes them. Several of them stand in the order of the other stage's number. Between stages of
+one rank nothing is sent. Both ends run the microbatches of one phase in
 the same order, so the order on a channel is the same on both. Where stages lie on several ranks, a microbatch goes to
 the rank that runs it (ir/schedule.py, Routes).
 """
@@ -113,15 +114,18 @@ def communicate(module: Module, options: CommunicateOptions = CommunicateOptions
         )
         leaving.setdefault((edge.src, edge.phase), []).append(edge.dst)
 
-    routes = Routes(module.schedule)
+    routes, packed = Routes(module.schedule), bool(module.packs)
 
     def surround(rank: int, action: Action) -> Iterator[Action]:
         at = (action.stage, action.kind)
         for phase, source in sorted(arriving.get(at, ())):
-            yield Action(RECEIVE_OF[phase], action.stage, action.mb, peer=routes.source(rank, phase, source, action.mb))
+            peer = routes.source(rank, phase, source, action.mb)
+            if peer != rank:
+                yield Action(RECEIVE_OF[phase], action.stage, action.mb, None, peer, source if packed else None)
         yield action
         for target in sorted(leaving.get(at, ())):
-            for peer in routes.targets(rank, action.kind, target, action.mb):
-                yield Action(SEND_OF[action.kind], action.stage, action.mb, peer=peer)
+            for peer in routes.targets(rank, action.kind, action.stage, target, action.mb):
+                if peer != rank:
+                    yield Action(SEND_OF[action.kind], action.stage, action.mb, None, peer, target if packed else None)
 
     return module.but(edges=edges, schedule=module.schedule.rewrite_ranks(surround))

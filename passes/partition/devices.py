@@ -23,10 +23,12 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class StageDevices:
-    """The devices of the stages, and the axes of their meshes; without axes, all devices of a stage are replicas."""
+    """The devices of the stages, and the axes of their meshes; without axes, all devices of a stage are replicas.
+    `packs` are the stages of every rank, where ranks run several."""
 
     groups: tuple[tuple[Device, ...], ...]
     axes: Axes = ()
+    packs: tuple[tuple[int, ...], ...] = ()
 
     def mesh(self, name: str, stage: int) -> Mesh:
         """Return the mesh of a stage."""
@@ -103,6 +105,37 @@ def _stage_count(stages: int, split_at: Sequence[str], devices: int, each: int) 
             hint="add devices or ask for fewer stages",
         )
     return count
+
+
+def placed_packs(
+    cluster: Cluster,
+    names: Sequence[str],
+    devices: int,
+    split_at: Sequence[str],
+    axes: Axes,
+    each: int,
+    folded: bool,
+) -> StageDevices:
+    """Return the devices of every stage, `each` stages on a device. They are dealt to the devices round (0 2 / 1 3), or
+    `folded` (0 3 / 1 2)."""
+    if each == 1:
+        return devices_of(cluster, names, devices, split_at, axes)
+    if each < 1:
+        raise UsageError(f"a device has at least one stage, got {each}")
+    cut = len(split_at) + 1
+    if split_at and cut % each:
+        raise UsageError(f"{counted(cut, 'stage')} cannot be dealt out by {each} to a device")
+    placed = devices_of(cluster, names, devices or (cut // each if split_at else 0), (), axes)
+    count = len(placed.groups)
+    if any(len(group) > 1 for group in placed.groups):
+        raise UsageError(
+            "a device with several stages shares them with no other device", hint="leave out replicas and meshes"
+        )
+    if split_at and cut != count * each:
+        raise UsageError(f"{counted(len(split_at), 'split point')} make {cut} stages, {count * each} are asked for")
+    at = [device for row in range(each) for device in range(count)[:: -1 if folded and row % 2 else 1]]
+    packs = tuple(tuple(stage for stage, device in enumerate(at) if device == rank) for rank in range(count))
+    return StageDevices(tuple(placed.groups[device] for device in at), axes, packs)
 
 
 def on_one_device(module: Module, axes: Axes) -> Module:

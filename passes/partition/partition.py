@@ -67,7 +67,7 @@ from .chain import (
     readers,
     tied_bytes,
 )
-from .devices import StageDevices, devices_of, mesh_axes, on_one_device
+from .devices import StageDevices, mesh_axes, on_one_device, placed_packs
 from .ideals import OperationWork, better_stages
 from .memory import Outlook, StageNeeds, needs_of
 
@@ -82,7 +82,9 @@ class PartitionOptions:
     is the number of microbatches that each team of them runs, in order; by default, shares are as equal as possible.
     `mesh` are the axes of each stage's devices, such as `dp=2,tp=2`; without, a stage's devices are replicas.
     `schedule`, `recompute` (auto, none or all) and `wire` are settings of later passes. `wire` is the element type of
-    float32 values between stages. Without a schedule the search ignores memory."""
+    float32 values between stages. Without a schedule the search ignores memory.
+    `packs` is the number of stages on each device, dealt round or `folded` (0 3 / 1 2); `stages` and `devices` count
+    devices then."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
@@ -94,14 +96,19 @@ class PartitionOptions:
     recompute: str = "auto"
     wire: str = "f32"
     mesh: str = ""
+    packs: int = 1
+    folded: bool = False
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
     axes = mesh_axes(options.mesh)
-    wanted = max(1, options.stages, len(options.split_at) + 1) * prod(size for _, size in axes)
+    cut_into = -(-(len(options.split_at) + 1) // max(1, options.packs))
+    wanted = max(1, options.stages, cut_into) * prod(size for _, size in axes)
     cluster = module.cluster or Cluster.local(wanted)
-    placed = devices_of(cluster, options.devices, options.stages, options.split_at, axes)
+    placed = placed_packs(
+        cluster, options.devices, options.stages, options.split_at, axes, options.packs, options.folded
+    )
     devices = placed.teams()
     count = len(devices)
     whole, module = module, on_one_device(module, axes)
@@ -246,7 +253,7 @@ class _Costs:
             crossing += tied_bytes(module, chain, self.params) * (2.0 / microbatches)
         self._trips, self._links = trips, [(0.0, list[Link]())]
         for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
-            links = [cluster.message_link(x.name, y.name) for x in senders for y in receivers]
+            links = [cluster.message_link(x.name, y.name) for x in senders for y in receivers if x.name != y.name]
             self._links.append((max(*a, *b) / microbatches if max(len(a), len(b)) > 1 else 1.0, links))
         self.transfer = [
             np.array([self.travel(stage, float(n)) if stage else 0.0 for n in crossing])
@@ -270,7 +277,11 @@ class _Costs:
     def travel(self, stage: int, count: float) -> float:
         """Return the seconds for so many bytes between a stage and the one before it."""
         part, links = self._links[stage]
-        return part * max(cost(Transfer(count, self._trips), link).seconds for link in links) if count > 0 else 0.0
+        return (
+            part * max(cost(Transfer(count, self._trips), link).seconds for link in links)
+            if count > 0 and links
+            else 0.0
+        )
 
     def work(self) -> OperationWork:
         """Return the work of all operations without an order."""
@@ -404,7 +415,9 @@ def _annotate(module: Module, placed: StageDevices, costs: _Costs, stages: Seque
     )
     meshes = {i: placed.mesh(namer.fresh(f"s{i}"), i) for i, group in enumerate(devices) if len(group) > 1}
     on = tuple(Stage(i, meshes[i].name if i in meshes else group[0].name) for i, group in enumerate(devices))
-    annotated = module.but(stages=on, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
+    annotated = module.but(
+        stages=on, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()), packs=placed.packs
+    )
     return annotated.noted("partition", *notes)
 
 

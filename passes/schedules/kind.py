@@ -87,3 +87,31 @@ def pairs(stage: int, forward: int, backward: int, count: int) -> Iterator[Actio
     for i in range(count):
         yield Action("F", stage, forward + i)
         yield Action("B", stage, backward + i)
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlace:
+    """The place of a rank whose ranks run several stages each: its number, that of all ranks, and its stages."""
+
+    rank: int
+    ranks: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackKind:
+    """A schedule of ranks that run several stages each. `order(place, microbatches)` yields the program of one rank,
+    which drains after every batch. With `splits` weight gradients run apart, as W. `folded`: stages are dealt to the
+    ranks down and up again (0 3 / 1 2), else round (0 2 / 1 3)."""
+
+    order: Callable[[PackPlace, int], Iterator[Action]]
+    doc: str
+    splits: bool = False
+    folded: bool = False
+
+    def packs(self, ranks: int, each: int) -> tuple[tuple[int, ...], ...]:
+        """Return the stages of every rank."""
+        if self.folded:
+            rows = [range(i * ranks, (i + 1) * ranks)[:: -1 if i % 2 else 1] for i in range(each)]
+            return tuple(zip(*rows, strict=True))
+        return tuple(tuple(range(rank, ranks * each, ranks)) for rank in range(ranks))

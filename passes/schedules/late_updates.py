@@ -60,9 +60,19 @@ def _waits(module: Module, stage: int) -> bool:
     return update is not None and any(v.name not in own_names for v in update.ins)
 
 
+def _in_turn(program: Program, kinds: Mapping[int, list[str]]) -> Program:
+    """Return the lists of a rank with several stages, which drains after every batch. P of all stages come first, then
+    N of all, then U: the stages of a rank take each other's results."""
+    updates = [a for a in program.batch if a.kind == UPDATE]
+    agreeing = [Action(k, a.stage, a.mb) for k in _AGREEING for a in updates if k in kinds[a.stage]]
+    return Program(program.start, (*(a for a in program.batch if a.kind != UPDATE), *agreeing, *updates))
+
+
 def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:
     """Return one rank's lists, which are written for batch 1. AR, P and N stand where U stood. U of stages that wait
     stands where its version is needed."""
+    if len({a.stage for a in program.batch}) > 1:
+        return _in_turn(program, kinds)
     beginning = min((a.mb % m for a in program.batch if a.kind == FORWARD), default=0)
     batch: list[Action] = []
     updates: list[Action] = []

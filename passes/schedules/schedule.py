@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.graph import Module
 from penstock.ir.schedule import MOST_MICROBATCHES, PER_BATCH, Action, Program, Schedule
-from penstock.ir.schedule_names import NAMES, TRAINING
+from penstock.ir.schedule_names import NAMES, PACKED, TRAINING
 from penstock.support.errors import UsageError
 
-from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
+from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, interleaved, zero_bubble, zero_bubble_v
 from .dealing import Shares, deal, forwards_ahead, shares_of, weights_behind
-from .kind import PipelinePlace, ScheduleKind
+from .kind import PackKind, PackPlace, PipelinePlace, ScheduleKind
 from .late_updates import update_late
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -39,15 +39,28 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "zb-1f1b": zero_bubble.KIND,
     "forward": forward.KIND,
 }
+PACK_SCHEDULES: dict[str, PackKind] = {"interleaved": interleaved.KIND, "zb-v": zero_bubble_v.KIND}
+assert tuple(PACK_SCHEDULES) == PACKED, (tuple(PACK_SCHEDULES), PACKED)
 assert tuple(SCHEDULES) == NAMES, (tuple(SCHEDULES), NAMES)
 assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items())
 # Schedules that compute the same as plain training. Those that are one update late run only on request.
 
 
+def splits_backward(kind: str) -> bool:
+    """Return whether a schedule runs weight gradients apart."""
+    row = _row(kind)
+    return row is not None and row.splits
+
+
+def _row(kind: str) -> ScheduleKind | PackKind | None:
+    return SCHEDULES.get(kind) or PACK_SCHEDULES.get(kind)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """Options of `schedule`. `kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff
-    averaged over. `shares` are how many of them each team runs, stage by stage: as many each as can be if not given."""
+    """Options of `schedule`. `kind` is a row of SCHEDULES or PACK_SCHEDULES; `microbatches` a batch must be as many as
+    autodiff averaged over. `shares` are how many of them each team runs, stage by stage: as many each as can be if not
+    given."""
 
     kind: str = "1f1b"
     microbatches: int = 1
@@ -68,6 +81,27 @@ def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = (
         for numbers, ahead, behind in zip(*columns, strict=True)
     ]
     return Schedule(kind, microbatches, dict(enumerate(programs)))
+
+
+def build_packs(kind: str, packs: Sequence[tuple[int, ...]], microbatches: int) -> Schedule:
+    """Return the schedule of ranks that run several stages each; `packs` are the stages of every rank."""
+    row = PACK_SCHEDULES.get(kind)
+    if row is None:
+        what = f"schedule {kind} runs one stage on a rank, rank 0 has {len(packs[0])}"
+        raise UsageError(what, where="schedule", hint=f"use {' or '.join(PACK_SCHEDULES)}")
+    _check_size(sum(map(len, packs)), microbatches)
+    expected = row.packs(len(packs), len(packs[0]))
+    if tuple(packs) != expected:
+        listed = " / ".join(" ".join(map(str, stages)) for stages in expected)
+        raise UsageError(f"schedule {kind} needs the stages {listed} on its ranks", where="schedule")
+    return Schedule(
+        kind,
+        microbatches,
+        {
+            rank: Program((), tuple(row.order(PackPlace(rank, len(packs), stages), microbatches)))
+            for rank, stages in enumerate(packs)
+        },
+    )
 
 
 def _check_size(stages: int, microbatches: int) -> None:
@@ -106,29 +140,46 @@ def _for_all(built: Schedule, teams: Iterable[Iterable[Sequence[int]]]) -> Sched
 def schedule(module: Module, options: ScheduleOptions) -> Module:
     """Assign the computations to every rank. A stage without a backward, weight gradient or update graph gets no such
     action."""
-    teams = [module.mesh_of(s.index).teams() for s in module.stages]
-    _check_size(len(teams), options.microbatches)
-    shares = shares_of(options.shares, list(map(len, teams)), options.microbatches)
-    result = _for_all(build_schedule(options.kind, len(teams), options.microbatches, shares), teams)
+    result = _of_packs(module, options) if module.packs or options.kind in PACKED else _of_teams(module, options)
     trainable = any(module.stage_graph(s.index, BACKWARD) for s in module.stages)
-    if SCHEDULES[options.kind].trains and not trainable:
+    row = _row(options.kind)
+    assert row is not None
+    trains = not isinstance(row, ScheduleKind) or row.trains
+    if trains and not trainable:
         raise UsageError(
             f"schedule {options.kind} trains, but no stage has a backward graph",
             where="schedule",
             hint="run autodiff and split first, or use kind=forward",
         )
     parted = any(module.stage_graph(s.index, WEIGHTS) for s in module.stages)
-    if parted and not SCHEDULES[options.kind].splits:
+    if parted and not row.splits:
         raise UsageError(
             f"schedule {options.kind} runs whole backwards, but the module has weight gradients apart",
             where="schedule",
             hint="leave out split-backward, or use kind=zb-1f1b",
         )
-    if not SCHEDULES[options.kind].trains and trainable:
+    if not trains and trainable:
         raise UsageError(
             f"schedule {options.kind} never runs a backward, but the module has backward graphs",
             where="schedule",
             hint="leave out autodiff for inference, or use kind=1f1b",
         )
     result = result.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ())
-    return module.but(schedule=update_late(module, result, SCHEDULES[options.kind].delay))
+    return module.but(schedule=update_late(module, result, row.delay if isinstance(row, ScheduleKind) else 0))
+
+
+def _of_teams(module: Module, options: ScheduleOptions) -> Schedule:
+    """Return the schedule of ranks that run one stage each."""
+    teams = [module.mesh_of(s.index).teams() for s in module.stages]
+    _check_size(len(teams), options.microbatches)
+    shares = shares_of(options.shares, list(map(len, teams)), options.microbatches)
+    return _for_all(build_schedule(options.kind, len(teams), options.microbatches, shares), teams)
+
+
+def _of_packs(module: Module, options: ScheduleOptions) -> Schedule:
+    """Return the schedule of ranks that may run several stages."""
+    packs = module.rank_packs()
+    if len({stage for stages in packs for stage in stages}) < sum(map(len, packs)):
+        what = f"schedule {options.kind} needs stages on one device each"
+        raise UsageError(what, where="schedule", hint="leave out replicas and meshes, or use 1f1b")
+    return build_packs(options.kind, packs, options.microbatches)

@@ -23,7 +23,7 @@ from penstock.ir.schedule import ADDERS, PER_BATCH, READERS, Action
 from penstock.ir.verify.verifier import check
 from penstock.support.errors import UsageError
 
-from .schedule import SCHEDULES
+from .schedule import PACK_SCHEDULES, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,14 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
         raise UsageError("the module has no schedule", where="weight-versions", hint="run the schedule pass first")
     if not any(a.kind == UPDATE for a in schedule.actions()):
         return module
-    if options.delay is None and schedule.name not in SCHEDULES:
+    if options.delay is None and schedule.name not in (*SCHEDULES, *PACK_SCHEDULES):
         raise UsageError(
             f"schedule {schedule.name!r} is not known, so its delay must be given",
             where="weight-versions",
             hint="delay=0 or 1",
         )
-    delay = SCHEDULES[schedule.name].delay if options.delay is None else options.delay
+    known = SCHEDULES[schedule.name].delay if schedule.name in SCHEDULES else 0
+    delay = known if options.delay is None else options.delay
     if not 0 <= delay <= 1:
         raise UsageError(f"delay must be 0 or 1, got {delay}", where="weight-versions")
     versions = delay + 1 if options.versions is None else options.versions

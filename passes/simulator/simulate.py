@@ -72,7 +72,7 @@ def wire_chain(schedule: Schedule) -> Schedule:
     values of the stage before it, and the gradient of the stage after it. Where stages lie on several ranks,
     `passes.late_updates.sum_late` comes first."""
     present = {(a.kind, a.stage) for a in schedule.actions()}
-    routes = Routes(schedule)
+    routes, packed = Routes(schedule), any(len(schedule.stages_of(rank)) > 1 for rank in schedule.ranks)
 
     def surround(rank: int, action: Action) -> list[Action]:
         kind, stage, mb = action.kind, action.stage, action.mb
@@ -80,15 +80,11 @@ def wire_chain(schedule: Schedule) -> Schedule:
         if not way:
             return [action]
         source, target = stage - way, stage + way
-        before = (
-            [Action(RECEIVE_OF[kind], stage, mb, peer=routes.source(rank, kind, source, mb))]
-            if (kind, source) in present
-            else []
-        )
-        after = (
-            [Action(SEND_OF[kind], stage, mb, peer=peer) for peer in routes.targets(rank, kind, target, mb)]
-            if (kind, target) in present
-            else []
+        sources = [routes.source(rank, kind, source, mb)] if (kind, source) in present else []
+        targets = routes.targets(rank, kind, stage, target, mb) if (kind, target) in present else []
+        before, after = (
+            [Action(messages[kind], stage, mb, None, peer, end if packed else None) for peer in peers if peer != rank]
+            for messages, peers, end in ((RECEIVE_OF, sources, source), (SEND_OF, targets, target))
         )
         return [*before, action, *after]
 
@@ -150,7 +146,7 @@ class _Simulation:
             rank: next((a.stage for a in (*p.start, *p.batch)), rank) for rank, p in schedule.ranks.items()
         }
         self.rings, self.gatherings = schedule.replicas(), Gatherings(machine.together)
-        self.channels: dict[tuple[str, int, int], MessageChannel] = {}
+        self.channels: dict[tuple[str, int, int, int | None, int | None], MessageChannel] = {}
         self.resources: dict[str, Resource] = {}
         self.uses: dict[str, LinkUse] = {}
         self.pairs: dict[tuple[int, ...], RankPair] = {}
@@ -238,10 +234,11 @@ class _Simulation:
 
     def _channel(self, rank: int, action: Action) -> MessageChannel:
         assert action.peer is not None
-        source, target = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
-        key = (action.phase, source, target)
+        key = action.channel(rank)
+        _, source, target, *_ = key
         if key not in self.channels:
-            size = self.nbytes(action.phase, self.stage_of[source], self.stage_of[target])
+            ends = action.stage, action.other(self.stage_of)
+            size = self.nbytes(action.phase, *(ends if action.kind in SENDS else ends[::-1]))
             self.channels[key] = MessageChannel(
                 source, target, size, self.pairs[source, target], *self._ends(source, target, size)
             )

@@ -178,6 +178,6 @@ def _program(module: Module, rank: int, stage: int, count: int) -> Iterator[list
             Action(SEND_OF[FORWARD], stage, mb, peer=peer)
             for edge in forward
             if edge.src == stage
-            for peer in routes.targets(rank, FORWARD, edge.dst, mb)
+            for peer in routes.targets(rank, FORWARD, stage, edge.dst, mb)
         ]
         yield [*receives, Action(FORWARD, stage, mb), *sends, Action(DROP, stage, mb)]

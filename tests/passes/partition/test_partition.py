@@ -162,7 +162,8 @@ def test_tied_parameters_train_as_one(monkeypatch: pytest.MonkeyPatch, schedule:
     assert any("@shared16 is read on stages 0, 1" in note.text for note in module.notes)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     np.testing.assert_allclose(found.variables["shared16"], expected.variables["shared16"], rtol=1e-12)
-    copies = [rank.store.latest("shared16") for rank in pipelines[0].ranks.values() if "shared16" in rank.store.slots]
+    stores = [store for rank in pipelines[0].ranks.values() for store in rank.stores.values()]
+    copies = [store.latest("shared16") for store in stores if "shared16" in store.slots]
     assert len(copies) == 2
     np.testing.assert_array_equal(*copies)
     # Parts are handed out at once; what waits for those of the others is summed apart from the next batch.

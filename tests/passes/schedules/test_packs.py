@@ -1,0 +1,211 @@
+"""Ranks that run several stages: orders as torch has them, times as formulas say, numbers as with a device per
+stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.oracles.drawn_chains import chain_model
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.graph import Module
+from penstock.ir.grid import format_grid, most_in_flight, simulate
+from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.memory.predict import measure_memory, memory_course
+from penstock.ir.schedule import MESSAGES, Action, Program, Schedule
+from penstock.ir.text import parse_module, print_module
+from penstock.ir.verify.verifier import verify
+from penstock.passes.manager import run_passes
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
+from penstock.passes.simulator.simulate import wire_chain
+from penstock.support.errors import ParseError, UsageError, VerifyError
+
+# Of torch's kinds of computations: a backward whole, or the part of it that gradients of weights are apart from.
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+
+
+def packs_of(kind: str, d: int, v: int) -> tuple[tuple[int, ...], ...]:
+    return PACK_SCHEDULES[kind].packs(d, v)
+
+
+def orders(kind: str, d: int, v: int, m: int) -> list[list[tuple[str, int, int]]]:
+    built = build_packs(kind, packs_of(kind, d, v), m)
+    return [[(a.kind, a.stage, a.mb - m) for a in p.batch if a.kind != "U"] for p in built.ranks.values()]
+
+
+def orders_of_torch(kind: str, d: int, v: int, m: int) -> list[list[tuple[str, int, int]]]:
+    rounds = max(1, m // d)
+    made = SimpleNamespace(
+        pp_group_size=d,
+        num_stages=d * v,
+        n_local_stages=v,
+        _n_microbatches=m,
+        number_of_rounds=rounds,
+        microbatches_per_round=m // rounds,
+    )
+    cls = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleZBVZeroBubble
+    listed = [cls._calculate_single_rank_operations(made, rank) for rank in range(d)]  # type: ignore[arg-type]
+    return [
+        [(LETTERS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in actions if a is not None]
+        for actions in listed
+    ]
+
+
+SIZES = [(kind, d, v, m) for kind in PACK_SCHEDULES for d in range(1, 7) for v in range(1, 5) for m in range(1, 13)]
+LEGAL = [(kind, d, v, m) for kind, d, v, m in SIZES if (v == 2 if kind == "zb-v" else m % max(1, m // d) == 0)]
+
+
+def test_every_rank_has_the_order_of_torch_and_no_rank_waits_for_ever():
+    for kind, d, v, m in LEGAL:
+        assert orders(kind, d, v, m) == orders_of_torch(kind, d, v, m), (kind, d, v, m)
+        built = build_packs(kind, packs_of(kind, d, v), m)
+        assert simulate(built, 2).finish == simulate(wire_chain(built), 2).finish
+    assert orders("interleaved", 2, 2, 4) != orders_of_torch("interleaved", 2, 2, 8)
+
+
+def test_sizes_that_a_schedule_has_no_order_for_are_refused():
+    for kind, d, v, m in set(SIZES) - set(LEGAL):
+        with pytest.raises(UsageError, match="equal groups" if kind == "interleaved" else "two stages"):
+            build_packs(kind, packs_of(kind, d, v), m)
+    with pytest.raises(UsageError, match="runs one stage on a rank"):
+        build_packs("1f1b", ((0, 2), (1, 3)), 4)
+    with pytest.raises(UsageError, match="needs the stages 0 3 / 1 2"):
+        build_packs("zb-v", ((0, 2), (1, 3)), 4)
+
+
+@pytest.mark.parametrize(
+    ("d", "v", "m", "units"), [(2, 2, 4, 13.5), (2, 2, 8, 25.5), (4, 2, 8, 28.5), (4, 4, 8, 26.25), (4, 2, 16, 52.5)]
+)
+def test_the_bubble_is_divided_by_the_stages_of_a_rank(d, v, m, units):
+    built = build_packs("interleaved", packs_of("interleaved", d, v), m)
+    assert simulate(built, 1, 1 / v, 2 / v).finish == units == m * 3 + (d - 1) * 3 / v
+    # With fewer microbatches than two groups the ends of the batch are all there is of it.
+    assert most_in_flight(built.expand(0, 1)) == (v - 1) * (m // max(1, m // d)) + 2 * (d - 1) + 1
+
+
+def test_what_interleaving_holds_at_four_ranks_of_two_stages():
+    """5.5 whole microbatches, where 1f1b holds 4."""
+    assert most_in_flight(build_packs("interleaved", packs_of("interleaved", 4, 2), 8).expand(0, 1)) / 2 == 5.5
+
+
+def test_a_v_holds_as_much_as_1f1b_and_waits_least():
+    """With equal times of F, B without W, and W: a batch of 1f1b takes 3 (m + d - 1) units of whole stages."""
+    for d in (2, 3, 4):
+        m = 4 * d
+        built = build_packs("zb-v", packs_of("zb-v", d, 2), m)
+        finish = simulate(built, 1, 0.5, 1.0, 0.5).finish
+        assert finish < simulate(build_packs("interleaved", packs_of("interleaved", d, 2), m), 1, 0.5, 1.0).finish
+        assert most_in_flight(built.expand(0, 1)) / 2 <= d
+
+
+def test_the_picture_names_stages_where_ranks_have_several():
+    assert "2F0" in format_grid(build_packs("interleaved", ((0, 2), (1, 3)), 4), 1)
+
+
+# ------------------------------------------------------------------------------------------------ whole programs
+
+WIDTHS, M = (8, 8, 8, 8, 8), 4
+
+
+def compiled(schedule: str, devices: int, packs: int = 1, tied: bool = False, skips: Sequence[tuple[int, int]] = ()):
+    module = chain_model(list(WIDTHS), list(skips), tied).but(cluster=Cluster.local(devices))
+    guard = {"clip": 0.5}
+    options = PipelineOptions(schedule=schedule, microbatches=M, packs=packs, recompute="none", guard=guard)
+    stages = tuple(f"layer{i}" for i in range(1, devices * packs))
+    calls = training_pipeline({"kind": "adamw", "lr": 0.1}, {"split_at": stages}, options)
+    return run_passes(module, calls, PASSES)
+
+
+def trained(module: Module):
+    draw = np.random.default_rng(5)
+    weights = {n: draw.standard_normal(var.type.dims).astype("f4") for n, var in module.vars.items() if n[0] in "ws"}
+    batches = [
+        {v.name: draw.standard_normal((4 * M, *v.type.dims[1:])).astype("f4") for v in module.data_inputs}
+        for _ in range(3)
+    ]
+    return run_schedule(module, {n: w for n, w in weights.items() if module.vars[n].role == "param"}, batches)
+
+
+@pytest.mark.parametrize("kind", list(PACK_SCHEDULES))
+@pytest.mark.parametrize(("tied", "skips"), [(False, ()), (True, ()), (False, ((0, 2), (1, 3)))])
+def test_packs_compute_what_a_device_per_stage_does(kind, tied, skips):
+    whole, packed = compiled("1f1b", 4, tied=tied, skips=skips), compiled(kind, 2, 2, tied=tied, skips=skips)
+    verify(packed)
+    assert parse_module(print_module(packed)) == packed
+    one, other = trained(whole), trained(packed)
+    assert one.losses == other.losses
+    assert len(one.losses) == 3 * M
+    for name, array in one.variables.items():
+        assert np.array_equal(array, other.variables[name]), name
+
+
+def test_stages_of_one_rank_exchange_no_messages():
+    module = compiled("zb-v", 2, 2)
+    assert [line for line in print_module(module).splitlines() if " runs " in line][:2] == [
+        "  rank 0 on cpu:0 runs 0 3",
+        "  rank 1 on cpu:1 runs 1 2",
+    ]
+    assert any((edge.src, edge.dst) == (1, 2) for edge in module.edges)
+    assert module.schedule is not None
+    sent = {(a.stage, a.end) for a in module.schedule.actions() if a.kind in MESSAGES}
+    assert sent
+    assert not sent & {(1, 2), (2, 1), (0, 3), (3, 0)}
+    # Without packs nothing of it is in the text.
+    assert " runs " not in print_module(compiled("1f1b", 4))
+
+
+def test_memory_of_a_rank_is_that_of_its_stages():
+    whole, packed = measure_memory(compiled("1f1b", 4)), measure_memory(compiled("interleaved", 2, 2))
+    for rank, stages in enumerate([(0, 2), (1, 3)]):
+        assert packed[rank].fixed == sum(whole[stage].fixed for stage in stages)
+        assert packed[rank].in_flight > max(whole[stage].in_flight for stage in stages)
+    module = compiled("zb-v", 2, 2)
+    course = memory_course(module, 1, 3)
+    assert course.held[-1][:2] == (0, 0)
+    assert max(map(sum, course.held)) + measure_memory(module)[1].fixed <= measure_memory(module)[1].peak
+
+
+def changed(module: Module, rank: int, change) -> Module:
+    assert module.schedule is not None
+    program = module.schedule.ranks[rank]
+    ranks = {**module.schedule.ranks, rank: Program(program.start, tuple(change(list(program.batch))))}
+    return module.but(schedule=Schedule(module.schedule.name, module.schedule.microbatches, ranks))
+
+
+def refused(module: Module) -> str:
+    with pytest.raises(VerifyError) as error:
+        verify(module)
+    return str(error.value)
+
+
+def test_wrong_programs_of_packs_are_refused():
+    module = compiled("zb-v", 2, 2)
+
+    def early(batch: list[Action]) -> list[Action]:
+        first = next(a for a in batch if (a.kind, a.stage) == ("F", 2))
+        return [first, *[a for a in batch if a != first]]
+
+    assert "of the same rank, whose results it takes" in refused(changed(module, 1, early))
+
+    def elsewhere(batch: list[Action]) -> list[Action]:
+        return [a._replace(end=2) if (a.kind, a.stage) == ("SF", 0) else a for a in batch]
+
+    assert "there is no F edge between stages 0 and 2" in refused(changed(module, 0, elsewhere))
+
+    def unnamed(batch: list[Action]) -> list[Action]:
+        return [a._replace(end=None) for a in batch]
+
+    assert "there is no F edge" in refused(changed(module, 0, unnamed))
+    assert "runs stages 0, 3, expected one" in refused(module.but(packs=()))
+    assert "expected each of the module once" in refused(module.but(packs=((0, 3), (1,))))
+
+
+def test_the_text_of_packs_is_checked():
+    text = print_module(compiled("zb-v", 2, 2))
+    with pytest.raises(ParseError, match="stages that lie on cpu:0"):
+        parse_module(text.replace("rank 0 on cpu:0 runs 0 3", "rank 0 on cpu:0 runs 0 1"))
