@@ -56,8 +56,8 @@ def helping(planner: Planner, outcome: Outcome) -> Iterator[tuple[str, str]]:
         used = [i for i in group if i in unlike and i in outcome.plan.devices]
         if not used:
             continue
-        name, rest = planner.fleet.devices[used[0]].name, frozenset(range(len(planner.fleet))) - {*group}
-        other = planner.best(outcome.plan.schedule, rest.issuperset)
+        name, others = planner.fleet.devices[used[0]].name, frozenset(range(len(planner.fleet))) - {*group}
+        other = planner.best(outcome.plan.schedule, others.issuperset)
         if other is None:
             yield name, "without it no plan fits into the memory of the others"
         elif other.step > outcome.step:
