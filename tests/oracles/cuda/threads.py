@@ -47,6 +47,16 @@ static ucontext_t back, at[1024];
 static bool done[1024];
 static int current;
 static void __syncthreads() { int mine = current; swapcontext(&at[mine], &back); }
+// Registers of a warp: every thread lays its own down, then takes that of another one. All threads of the block get here.
+static double registers[1024];
+template <class T> static T __shfl_xor_sync(unsigned mask, T value, int distance, int width) {
+  int mine = current;
+  *(T*)&registers[mine] = value;
+  __syncthreads();
+  T taken = *(T*)&registers[mine ^ distance];
+  __syncthreads();
+  return taken;
+}
 template <class T> static T __ldg(const T* p) { return *p; }
 """
 HALVES = r"""
@@ -123,7 +133,7 @@ def kernels_of(source: str) -> list[CudaKernel]:
             CudaKernel(
                 match[2],
                 tuple((kind.replace("__restrict__", "").strip(), name) for kind, name in parameters),
-                "__syncthreads" in body,
+                "__syncthreads" in body or "__shfl_" in body,
                 int(match[1] or 0),
                 tuple(_SHARED.findall(body)),
             )

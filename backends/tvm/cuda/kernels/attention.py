@@ -31,7 +31,8 @@ from penstock.ir.ops import complete_attrs
 from penstock.ir.types import numpy_dtype
 
 from .body import DeviceBody
-from .loops import bind_index, fold_threads
+from .folds import fold_threads
+from .loops import bind_index
 
 # Threads of a block, and keys (or queries) of a tile.
 _TILE = 128

@@ -31,7 +31,8 @@ from penstock.ir.graph import Op, slot_of
 from penstock.ir.ops import BLOCK
 
 from .body import DeviceBody
-from .loops import THREADS, bind_index, fold_threads
+from .folds import fold_threads
+from .loops import THREADS, bind_index
 
 # Threads of a block, and positions of a tile.
 _TILE = 128

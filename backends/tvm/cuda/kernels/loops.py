@@ -5,9 +5,10 @@ Out: launches.
 
   nest      one thread per element; for large tensors a thread per 4 or 8 neighbours, which it loads and stores as one
             (chunks.py), or four elements, so that several loads are under way at once
-  reduce    a block for 1 or 32 results: threads add up every G-th element, then halve their number; when there are too
-            few results to fill a device, the reduced elements are cut into segments with partial results in memory,
-            which a second launch reduces
+  reduce    a block for 1 or 32 results: threads add up every G-th element, then halve their number, in shared memory
+            or, for one result, by registers that the threads of a warp exchange; when there are too few results to
+            fill a device, the reduced elements are cut into segments with partial results in memory, which a second
+            launch reduces
   product   a block per tile of 64 x 64 (16 x 16 for small matrices): panels of 16 steps along k in shared memory,
             4 x 4 sums per thread
 
@@ -27,7 +28,7 @@ from tvm import tirx
 from penstock.backends.tvm.kernels.elementwise.elementwise import run_index
 from penstock.backends.tvm.kernels.rows.reduce import Sweep
 from penstock.backends.tvm.kernels.rows.rows import Rows
-from penstock.backends.tvm.kernels.rows.sums import Combine, add
+from penstock.backends.tvm.kernels.rows.sums import add
 from penstock.backends.tvm.kernels.tools.body import Body
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel, zero
 from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, ceil_div, literal
@@ -37,9 +38,8 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import DeviceBody
 from .chunks import chunk_of
+from .folds import Steps, fold_threads
 from .threads import ThreadEmitter
-
-Steps = Sequence[tuple[float, Combine]]
 
 THREADS = 256
 # Elements from which a thread takes four.
@@ -239,31 +239,11 @@ def _fold(
             with guarded(body, conditions):
                 for total, (_, combine), x in zip(totals, steps, element(line, position), strict=True):
                     emit.store(total, combine(emit.load(total, zero()), x), zero())
-        folded = fold_threads(body, totals, dtype, steps, thread, width, groups) if groups > 1 else totals
-        at = thread if groups > 1 else zero()
+        folded = fold_threads(_device(body), totals, dtype, steps, thread, width, groups) if groups > 1 else totals
+        at = thread if groups > 1 and width > 1 else zero()
         conditions = ([thread < width] if groups > 1 else []) + ([line < count] if count % width else [])
         with guarded(body, conditions):
             result(line, segment, [emit.bind(emit.load(buffer, at)) for buffer in folded])
-
-
-def fold_threads(
-    body: Body, totals: Sequence[Buffer], dtype: str, steps: Steps, thread: Expr, width: int, groups: int
-) -> list[Buffer]:
-    """Combine the values of the threads of a block: afterwards the first `width` places of the shared buffers have the
-    results."""
-    emit = _device(body).emit
-    shared = [emit.shared(width * groups, dtype, "fold") for _ in totals]
-    for buffer, total in zip(shared, totals, strict=True):
-        emit.store(buffer, emit.load(total, zero()), thread)
-    emit.barrier()
-    half = groups
-    while half > 1:
-        half //= 2
-        with emit.when(thread < half * width):
-            for buffer, (_, combine) in zip(shared, steps, strict=True):
-                emit.store(buffer, combine(emit.load(buffer, thread), emit.load(buffer, thread + half * width)), thread)
-        emit.barrier()
-    return shared
 
 
 # ---------------------------------------------------------------------------------------- rows

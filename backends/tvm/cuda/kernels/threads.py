@@ -4,10 +4,10 @@ launches.
 In: the calls of kernels.emit.Emitter, plus `launch`, `barrier`, `shared` and `workspace`. Out: one TIR statement with a
 grid per launch. The launches of one kernel run one after the other, so that the second reads what the first wrote.
 
-Rules: a barrier is reached by all threads of a block or by none. So it is in no `when` that differs between threads,
-and loops around one have the same number of turns in every thread. Every value named with `bind` belongs to one thread.
-There are no atomic operations and nothing that depends on the order in which blocks run: results are the same in every
-run.
+Rules: a barrier or an exchange of registers is reached by all threads of a block or by none. So it is in no `when` that
+differs between threads, and loops around one have the same number of turns in every thread. Every value named with
+`bind` belongs to one thread. There are no atomic operations and nothing that depends on the order in which blocks run:
+results are the same in every run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from penstock.backends.tvm.kernels.tools.functions import Functions
 # These are f32 in registers: they are widened when loaded and rounded when stored.
 NARROW = ("f16", "bf16")
 _NARROW_NAMES = tuple(TVM_DTYPES[dtype] for dtype in NARROW)
+# The threads of a warp, which exchange registers.
+WARP = 32
 
 
 def widen(value: Expr) -> Expr:
@@ -75,6 +77,15 @@ class ThreadEmitter(Emitter):
     def barrier(self) -> None:
         """Make all threads of the block wait for each other, and see what the other threads wrote to shared memory."""
         self.add(tirx.Evaluate(tirx.call_intrin("void", "tirx.tvm_storage_sync", "shared")))
+
+    def exchange(self, target: Buffer, source: Buffer, distance: int) -> None:
+        """Store in `target` what the thread `distance` away (by exclusive or of the numbers) in the warp has in
+        `source`. Both are of one element, in registers. All threads of the block get here, whole warps of them."""
+        kind = str(source.dtype)
+        value = tirx.BufferLoad(source, [zero()])
+        every = tirx.IntImm("uint32", 0xFFFFFFFF)
+        other = tirx.call_intrin(kind, "tirx.tvm_warp_shuffle_xor", every, value, i32(distance), i32(WARP), i32(WARP))
+        self.add(tirx.BufferStore(target, other, [zero()]))
 
     def _allocate(self, size: int, dtype: str, name: str, scope: str) -> Buffer:
         stored = "f32" if dtype in NARROW else dtype

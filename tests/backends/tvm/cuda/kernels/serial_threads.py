@@ -26,8 +26,16 @@ def is_barrier(statement: Any) -> bool:
     )
 
 
+def is_exchange(statement: Any) -> bool:
+    return (
+        isinstance(statement, tirx.BufferStore)
+        and isinstance(statement.value, Call)
+        and getattr(statement.value.op, "name", "") == "tirx.tvm_warp_shuffle_xor"
+    )
+
+
 def count_barriers(statement: Any) -> int:
-    if is_barrier(statement):
+    if is_barrier(statement) or is_exchange(statement):
         return 1
     return sum(count_barriers(part) for part in _parts(statement))
 
@@ -145,6 +153,17 @@ class _Serial:
             if is_barrier(part):
                 if not self.drop_barriers:
                     close()
+            elif is_exchange(part):
+                # All threads of the warp have the source, then each takes that of another one, then they go on.
+                _, value, distance, width, _ = part.value.args
+                assert int(width) == 32
+                assert self.threads % 32 == 0, "an exchange with threads that are not there"
+                assert value.source != part.buffer
+                close()
+                source, target = self.buffers[value.source][0], self.buffers[part.buffer][0]
+                other = tirx.bitwise_xor(self.thread, distance)
+                run.append(tirx.BufferStore(target, tirx.BufferLoad(source, [other]), [self.thread]))
+                close()
             elif isinstance(part, tirx.AllocBuffer):
                 shared = part.buffer.scope() == "shared"
                 kept.append(tirx.AllocBuffer(self.replace(part.buffer, 1 if shared else self.threads)))
