@@ -47,15 +47,16 @@ static ucontext_t back, at[1024];
 static bool done[1024];
 static int current;
 static void __syncthreads() { int mine = current; swapcontext(&at[mine], &back); }
-// Registers of a warp: every thread lays its own down, then takes that of another one. All threads of the block get here.
-static double registers[1024];
+// Registers of a warp: every thread lays its own down, then takes that of another one. All threads of the block get here. Two places in turn: who is
+// late still finds what was laid down before.
+static double registers[2][1024];
+static bool turn[1024];
 template <class T> static T __shfl_xor_sync(unsigned mask, T value, int distance, int width) {
   int mine = current;
-  *(T*)&registers[mine] = value;
+  double* place = registers[turn[mine] = !turn[mine]];
+  *(T*)&place[mine] = value;
   __syncthreads();
-  T taken = *(T*)&registers[mine ^ distance];
-  __syncthreads();
-  return taken;
+  return *(T*)&place[mine ^ distance];
 }
 template <class T> static T __ldg(const T* p) { return *p; }
 """
