@@ -34,6 +34,11 @@ def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
     return tuple(name for name in listed if name in names & (read | sent))
 
 
+def fed_to_rank(module: Module, rank: int) -> tuple[str, ...]:
+    """Return the module inputs that the stages of a rank take from the data."""
+    return tuple(dict.fromkeys(name for stage in module.rank_packs()[rank] for name in fed_inputs(module, stage)))
+
+
 def share_of(module: Module, rank: int) -> list[int]:
     """Return the microbatches of a batch that a rank runs."""
     assert module.schedule is not None
@@ -61,7 +66,7 @@ def leads(module: Module, rank: int) -> bool:
 
 def reports(module: Module, rank: int) -> bool:
     """Return whether a rank reports the losses of its microbatches."""
-    return module.rank_stages()[rank] == loss_stage(module) and leads(module, rank)
+    return loss_stage(module) in module.rank_packs()[rank] and leads(module, rank)
 
 
 def microbatch_size(module: Module) -> int:

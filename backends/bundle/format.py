@@ -66,8 +66,9 @@ class FileEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     size: int
 
 
-class RankEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One process of a run. `files` are the names of the files that it loads besides the module."""
+class RankEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+    """One process of a run. `files` are the names of the files that it loads besides the module. Of a rank that runs
+    several stages, `stage` is the first, and `packed` has the files of each."""
 
     rank: int
     host: str
@@ -75,6 +76,11 @@ class RankEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     stage: int
     threads: int
     files: tuple[str, ...]
+    packed: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted(map(int, self.packed))) or (self.stage,)
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -118,10 +124,10 @@ class Bundle:
     def module(self) -> Module:
         module = read_module(self.path / MODULE)
         # A manifest and a module that were not written together would start ranks without a stage.
-        listed = [(entry.stage, entry.device) for entry in self.manifest.ranks]
+        listed = [(entry.stages, entry.device) for entry in self.manifest.ranks]
         numbers = [stage.index for stage in module.stages]
         if numbers != list(range(len(numbers))) or listed != list(
-            zip(module.rank_stages(), module.rank_devices(), strict=True)
+            zip(module.rank_packs(), module.rank_devices(), strict=True)
         ):
             raise VerifyError(
                 f"{MANIFEST} lists other ranks than {MODULE}",
@@ -201,7 +207,7 @@ class Bundle:
 
     def stage_files(self, stage: int) -> tuple[Path, ...]:
         """Return the compiled code of a stage, in the order of the back end's files."""
-        names = next(r.files for r in self.manifest.ranks if r.stage == stage)
+        names = next(r.packed.get(str(stage), r.files) for r in self.manifest.ranks if stage in r.stages)
         return tuple(self.path / name for name in names if name.startswith("stages/"))
 
     def weights_file(self, stage: int) -> Path:
@@ -209,7 +215,7 @@ class Bundle:
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
         """Map the initial values of the variables of all stages into memory."""
-        stages = dict.fromkeys(entry.stage for entry in self.manifest.ranks)
+        stages = dict.fromkeys(stage for entry in self.manifest.ranks for stage in entry.stages)
         return {name: array for stage in stages for name, array in map_tensors(self.weights_file(stage)).items()}
 
 
@@ -334,11 +340,14 @@ def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
     for i, entry in enumerate(manifest.ranks):
         if not 1 <= entry.threads <= _MOST_THREADS:
             problems.append(f"rank {i}: {entry.threads} threads, expected 1 to {_MOST_THREADS}")
-        if weights_name(entry.stage) not in entry.files:
-            problems.append(f"rank {i}: does not list {weights_name(entry.stage)}")
+        for stage in entry.stages:
+            if weights_name(stage) not in entry.packed.get(str(stage), entry.files):
+                problems.append(f"rank {i}: does not list {weights_name(stage)}")
         problems += [f"rank {entry.rank}: expected rank {i} here"] if entry.rank != i else []
         problems += [
-            f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files
+            f"rank {i}: needs {name!r}, which is not listed"
+            for name in {*entry.files, *(name for names in entry.packed.values() for name in names)}
+            if name not in manifest.files
         ]
     if not problems:
         problems += _stray_files(root, {MANIFEST, MANIFEST_HASH, SIGNATURE, *manifest.files})

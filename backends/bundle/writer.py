@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +105,7 @@ def write_bundle(
             if rung.held is not module:
                 work.add_text(f"{RUNGS}/{rung.name}/{MODULE}", print_module(rung.held))
         of_stage = _add_stages(work, module, stage_files, weights)
-        ranks = zip(module.rank_stages(), module.rank_devices(), strict=True)
+        ranks = zip(module.rank_packs(), module.rank_devices(), strict=True)
         manifest = Manifest(
             FORMAT,
             module.name,
@@ -113,7 +113,8 @@ def write_bundle(
             backend,
             dict(provenance.tools if provenance.tools is not None else tool_versions()),
             tuple(
-                _rank_entry(module, rank, device, stage, of_stage[stage]) for rank, (stage, device) in enumerate(ranks)
+                _rank_entry(module, rank, device, {stage: of_stage[stage] for stage in stages})
+                for rank, (stages, device) in enumerate(ranks)
             ),
             work.files,
         )
@@ -253,12 +254,14 @@ def flush_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _rank_entry(module: Module, rank: int, place: str, stage: int, files: Iterable[str]) -> RankEntry:
+def _rank_entry(module: Module, rank: int, place: str, of_stage: Mapping[int, Sequence[str]]) -> RankEntry:
     host, threads = "localhost", 1
     if module.cluster is not None:
         device = module.cluster.device(place)
         host, threads = device.host, device.threads
-    return RankEntry(rank, host, place, stage, threads, tuple(files))
+    files = tuple(dict.fromkeys(name for names in of_stage.values() for name in names))
+    packed = {str(stage): tuple(names) for stage, names in of_stage.items()} if len(of_stage) > 1 else {}
+    return RankEntry(rank, host, place, next(iter(of_stage)), threads, files, packed)
 
 
 def check_replaceable(out: Path) -> None:

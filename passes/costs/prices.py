@@ -420,8 +420,20 @@ def op_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> list[
     return GraphCost.of(graph).op_seconds(device, prices)
 
 
+def timed_kind(module: Module, stage: int, kind: str) -> str:
+    """Return the name of a computation among those of its rank."""
+    return f"{stage}{kind}" if module.packs else kind
+
+
+def _placed_stages(module: Module) -> list[tuple[int, int, str]]:
+    """Return every stage with its ranks: rank, stage, device."""
+    ranks = zip(module.rank_packs(), module.rank_devices(), strict=True)
+    return [(rank, stage, name) for rank, (stages, name) in enumerate(ranks) for stage in stages]
+
+
 def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, str], float]:
-    """Return the seconds of one call of each graph of every rank on its device, by rank and kind (F, B, W, P, N, U)."""
+    """Return the seconds of one call of each graph of every rank on its device, by rank and kind (F, B, W, P, N, U).
+    Where ranks run several stages, kinds name them, as in 2F."""
     if module.cluster is None:
         raise UsageError(
             "the module names no devices",
@@ -430,7 +442,7 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
         )
     seconds: dict[tuple[int, str], float] = {}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
-    for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
+    for rank, stage, name in _placed_stages(module):
         graphs = {
             kind: GraphCost.of(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None
         }
@@ -440,5 +452,5 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
         microbatch = sum(count for kind, count in moved.items() if kind not in PER_BATCH)
         for kind, priced in graphs.items():
             others = microbatch * microbatches if kind in PER_BATCH else microbatch - moved[kind]
-            seconds[rank, kind] = priced.seconds(module.cluster.device(name), prices, others)
+            seconds[rank, timed_kind(module, stage, kind)] = priced.seconds(module.cluster.device(name), prices, others)
     return seconds

@@ -17,6 +17,7 @@ from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory.predict import Course, measure_memory, memory_course
 from penstock.ir.schedule import Action
+from penstock.passes.costs.prices import timed_kind
 from penstock.support.errors import UsageError
 from penstock.support.hardware import usable_cores
 
@@ -137,7 +138,8 @@ def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) ->
     def seconds(rank: int, action: Action) -> float:
         if cluster is not None and action.peer is not None:
             return cluster.message_overhead(devices[rank], devices[action.peer])
-        return computations.get((rank, action.kind), 0.0)
+        kind = timed_kind(module, action.stage, action.kind)
+        return computations.get((rank, kind), 0.0)
 
     return seconds
 

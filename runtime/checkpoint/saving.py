@@ -54,6 +54,7 @@ from penstock.ir.sharding.tiles import TensorTile, copy, owns, seat_of, tile_of,
 from penstock.runtime.group.group import RankGroup
 from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Deadline, Status, await_saves
+from penstock.runtime.state.packs import PackState
 from penstock.runtime.state.store import Store, as_array
 from penstock.support.atomic_files import naming
 from penstock.support.errors import PeerLost, PenstockError, VerifyError
@@ -125,7 +126,9 @@ class _GivenUp(Exception):
 class Saver:
     """Saves of one rank, together with those of all other ranks."""
 
-    def __init__(self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, store: Store, status: Status) -> None:
+    def __init__(
+        self, bundle: Bundle, rank: int, group: RankGroup, setup: Setup, store: Store | PackState, status: Status
+    ) -> None:
         self._bundle, self._rank, self._group, self._setup, self._store, self._status = (
             bundle,
             rank,

@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from penstock.ir.action_kinds import ACTION_KINDS
-from penstock.ir.schedule import SENDS, Schedule
+from penstock.ir.schedule import Schedule
 from penstock.support.errors import PeerLost, PenstockError, UsageError, VerifyError
 from penstock.support.terminal import say
 from penstock.support.words import itemised
 
-from .neighbours import End, can_see_stores, connect, connect_pairs, ends_of, identity
+from .neighbours import End, can_see_stores, connect, connect_pairs, ends_of, identity, is_sent, partner_of
 from .reach import reach_from, reach_of
 
 Result = TypeVar("Result")
@@ -148,7 +147,7 @@ class RankGroup:
             if self.rank == source:
                 lines[kind, target] = opened
             elif self.rank == target:
-                lines[ACTION_KINDS[kind].partner, source] = opened
+                lines[partner_of(kind), source] = opened
         return lines
 
     def _host_keys(self, device: torch.device) -> list[str]:
@@ -246,14 +245,14 @@ def channels_of(schedule: Schedule) -> list[tuple[int, str, int]]:
         (rank, kind, peer)
         for rank in range(len(schedule.ranks))
         for kind, peer in ends_of(schedule, rank)
-        if kind in SENDS
+        if is_sent(kind)
     )
 
 
 def ends_among(channels: Collection[tuple[int, str, int]], rank: int) -> set[End]:
     """Return the ends of channels that a rank has."""
     sends = {(kind, target) for source, kind, target in channels if source == rank}
-    return sends | {(ACTION_KINDS[kind].partner, source) for source, kind, target in channels if target == rank}
+    return sends | {(partner_of(kind), source) for source, kind, target in channels if target == rank}
 
 
 def gpu_of(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:

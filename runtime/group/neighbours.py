@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.ir.action_kinds import ACTION_KINDS
-from penstock.ir.schedule import MESSAGES, SENDS, Schedule
+from penstock.ir.schedule import MESSAGES, SENDS, Action, Schedule
 from penstock.support.errors import PeerLost, UsageError
 
-# A channel of a rank: the kind of its actions, and the peer.
+# A channel of a rank: the kind of its actions, and the peer. Where ranks run several stages the stages follow the kind,
+# as in SF/0>3.
 End = tuple[str, int]
 # The word in place of a kind for a socket that belongs to no channel.
 _PAIR = "pair"
@@ -56,7 +57,27 @@ class MeetingPlace(Protocol):
 def ends_of(schedule: Schedule, rank: int) -> set[End]:
     """Return the channels of a rank: (kind of action, peer)."""
     program = schedule.ranks[rank]
-    return {(a.kind, a.peer) for a in (*program.start, *program.batch) if a.kind in MESSAGES and a.peer is not None}
+    return {end_of(a) for a in (*program.start, *program.batch) if a.kind in MESSAGES}
+
+
+def end_of(action: Action) -> End:
+    """Return the channel of a send or receive."""
+    assert action.peer is not None
+    if action.end is None:
+        return action.kind, action.peer
+    source, target = (action.stage, action.end) if action.kind in SENDS else (action.end, action.stage)
+    return f"{action.kind}/{source}>{target}", action.peer
+
+
+def partner_of(kind: str) -> str:
+    """Return the kind of a channel as its other end calls it."""
+    name, slash, stages = kind.partition("/")
+    return f"{ACTION_KINDS[name].partner}{slash}{stages}"
+
+
+def is_sent(kind: str) -> bool:
+    """Return whether a rank sends over a channel of a kind."""
+    return kind.partition("/")[0] in SENDS
 
 
 def identity(environment: Mapping[str, str] = os.environ) -> str:
@@ -83,7 +104,7 @@ def connect(group: MeetingPlace, ends: Iterable[End], host_key: str, key: str = 
     """Open the sockets of channels whose other end has the same `identity`. All ranks that share a channel call this,
     each with its own. A group that does this more than once needs another `key` each time."""
     ends = sorted(ends)
-    calls = {end: f"{ACTION_KINDS[end[0]].partner} {group.rank}" for end in ends if end[0] in SENDS}
+    calls = {end: f"{partner_of(end[0])} {group.rank}" for end in ends if is_sent(end[0])}
     return _connect(group, ends, calls, host_key, key)
 
 

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock.backends.bundle.format import Bundle, open_bundle
-from penstock.ir.batch_shares import fed_inputs, loss_stage, microbatch_size, share_of
+from penstock.ir.batch_shares import fed_to_rank, loss_stage, microbatch_size, share_of
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.ir.training.rates import Rate
@@ -116,7 +116,7 @@ class Job(JobText):
         self.parts = StepsUnderWay(self.module)
         types = {value.name: value.type for value in self.module.inputs}
         self._fed = [
-            {name: types[name] for name in fed_inputs(self.module, entry.stage)} for entry in bundle.manifest.ranks
+            {name: types[name] for name in fed_to_rank(self.module, rank)} for rank in range(bundle.world_size)
         ]
         self._shares = [share_of(self.module, rank) for rank in range(bundle.world_size)]
         self._busy = self._closed = False

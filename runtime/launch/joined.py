@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from penstock.backends.bundle.format import Bundle, open_bundle
-from penstock.ir.batch_shares import fed_inputs, microbatch_size
+from penstock.ir.batch_shares import fed_to_rank, microbatch_size
 from penstock.ir.graph import Module
 from penstock.runtime.checkpoint.finding import decide_together
 from penstock.runtime.checkpoint.lock import Claims, Held
@@ -278,7 +278,7 @@ def _receive(wait: bool) -> tuple[Message, Arrays] | None:
 def _count_samples(bundle: Bundle, rank: int, options: RunOptions) -> tuple[int | None, int | None]:
     """Count the samples to train and to evaluate on, where this rank reads any: the files of other inputs may lie on
     other hosts."""
-    fed = fed_inputs(bundle.module, bundle.rank(rank).stage)
+    fed = fed_to_rank(bundle.module, rank)
     count = check_data(bundle.module, training_data(options), bundle.renamed, fed) if fed else None
     evaluation = evaluation_data(options)
     if evaluation is None:

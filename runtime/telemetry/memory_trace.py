@@ -147,6 +147,8 @@ def most_away(trace: RankTrace) -> int:
 
 def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
     """Return the account that the plan has for the batches of a trace."""
+    if module.packs:
+        raise UsageError("traces have no memory of ranks that run several stages", where=f"@{module.name}")
     return planned_account(module, rank, runs_of(module, trace))
 
 

@@ -41,28 +41,29 @@ class Overlap:
         return 1.0 - self.waited / self.moving if self.moving > 0 else None
 
 
+# The channel of a message, and its number.
+_Message = tuple[str, int, int, int | None, int | None, int]
+
+
 def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
     """Measure the messages of a run; those whose other end is not in the trace are left out."""
     stages, devices = module.rank_stages(), module.rank_devices()
     nbytes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
-    sent: dict[tuple[str, int, int, int], float] = {}
-    received: list[tuple[tuple[str, int, int, int], float, float]] = []
+    sent: dict[_Message, float] = {}
+    received: list[tuple[_Message, tuple[str, int, int], float, float]] = []
     for rank, events in enumerate(ranks):
         for text, start, end in events:
             action = Action.parse(text.partition(" ")[0])
             if action.kind in SENDS:
-                assert action.peer is not None
-                sent[action.phase, rank, action.peer, action.mb] = start
+                sent[(*action.channel(rank), action.mb)] = start
             elif action.kind in RECEIVES:
-                assert action.peer is not None
-                received.append(((action.phase, action.peer, rank, action.mb), start, end))
+                edge = action.phase, action.other(stages), action.stage
+                received.append(((*action.channel(rank), action.mb), edge, start, end))
     count, moving, waited = 0, 0.0, 0.0
-    for key, start, end in received:
+    for key, edge, start, end in received:
         if key not in sent:
             continue
-        phase, source, target, _ = key
-        size = nbytes[phase, stages[source], stages[target]]
-        link = _seconds(module.cluster, devices[source], devices[target], size)
+        link = _seconds(module.cluster, devices[key[1]], devices[key[2]], nbytes[edge])
         under_way, wait = max(end - sent[key], 0.0), max(end - max(start, sent[key]), 0.0)
         count += 1
         if wait > _AT_ONCE:

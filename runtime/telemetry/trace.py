@@ -66,7 +66,9 @@ def write_trace(
 def _row_name(rank: int, module: Module | None) -> str:
     if module is None:
         return f"rank {rank}"
-    return f"rank {rank} (stage {module.rank_stages()[rank]}, {module.rank_devices()[rank]})"
+    stages = module.rank_packs()[rank]
+    named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    return f"rank {rank} ({named}, {module.rank_devices()[rank]})"
 
 
 def _collectives(rank: int, done: Sequence[CollectiveTimes], origin: float) -> Iterator[_Entry]:

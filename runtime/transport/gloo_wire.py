@@ -2,10 +2,11 @@
 
 In: the values of an edge. Out: a wire, as the transport uses it. A message has the tag
 
-    16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
+    16 + 4 · (((number mod 4096) · lanes + lane) · width + its number among those of the edge) + phase
 
 where the number is that of the microbatch, or of the batch in phases P and N. The phase is 0 to 3 for F, B, P, N,
-and width the largest number of messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order. So two
+and width the largest number of messages of an edge. Where ranks run several stages, lane is the number of the edge
+among all `lanes`. Gloo matches by (source, tag) and keeps equal tags in order. So two
 channels cannot be mixed up, and a message cannot be taken for that of another microbatch. 4096 keeps the number of tags
 bounded.
 
@@ -41,11 +42,11 @@ def _world() -> dist.ProcessGroup:
 
 class GlooWire:
     """Both ends of a channel over gloo, in memory that gloo can read. `width` is the number of messages of a microbatch
-    on the edge that has most."""
+    on the edge that has most, `lane` tells apart the edges of two ranks, of which there are less than `lanes`."""
 
-    def __init__(self, peer: int, phase: str, width: int, packing: EdgePacking) -> None:
+    def __init__(self, peer: int, phase: str, width: int, packing: EdgePacking, lane: int = 0, lanes: int = 1) -> None:
         self.peer, self.packing = peer, packing
-        self._tag, self._width = _FIRST_TAG + PHASES.index(phase), width
+        self._tag, self._width, self._lane, self._lanes = _FIRST_TAG + PHASES.index(phase), width, lane, lanes
 
     def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return self.packing.pack(values)
@@ -60,7 +61,7 @@ class GlooWire:
         return messages, [group.recv([x], self.peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
 
     def _first(self, mb: int) -> int:
-        return self._tag + len(PHASES) * (mb % _MICROBATCHES * self._width)
+        return self._tag + len(PHASES) * ((mb % _MICROBATCHES * self._lanes + self._lane) * self._width)
 
 
 class CopiedWire:

@@ -42,7 +42,7 @@ from penstock.ir.memory.walk import POSTED, SENDS_TOGETHER
 from penstock.ir.messages import parcels
 from penstock.ir.schedule import SENDS, Action
 from penstock.runtime.group.group import Team, time_span
-from penstock.runtime.group.neighbours import End
+from penstock.runtime.group.neighbours import End, end_of
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import describe
 from penstock.runtime.state.device_copies import DeviceCopies
@@ -120,7 +120,7 @@ class RankTransport:
         # Memory that ranks of this host may write to.
         self._blocks = SharedBlocks(device)
         self._shared = Recycled(memory=self._blocks.allocate)
-        self._channels: dict[tuple[str, int | None], _Channel] = {}
+        self._channels: dict[tuple[str, int | None, int, int | None], _Channel] = {}
         self._failed: Failures = []
         self.ledger: Ledger | None = None
         # The communicators of channels between GPUs, the channels whose GPUs write to each other's memory, and who
@@ -139,7 +139,7 @@ class RankTransport:
     def edge_of(self, action: Action) -> Edge:
         """Return the edge whose values a send or receive moves."""
         assert action.peer is not None
-        peer = self._homes[action.peer]
+        peer = action.other(self._homes)
         ends = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
         edge = self._edges.get((*ends, action.phase))
         if edge is None:
@@ -152,7 +152,7 @@ class RankTransport:
         """Start a send; it goes on in the background."""
         if self._failed:
             self.check()
-        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        channel = self._channels.get((action.kind, action.peer, action.stage, action.end)) or self._open(action)
         outgoing, sender = channel.outgoing, channel.sender
         assert outgoing is not None
         assert sender is not None
@@ -177,7 +177,7 @@ class RankTransport:
     def post(self, action: Action) -> bool:
         """Post a receive ahead of its action, unless its channel has enough of them under way, or lets none be posted
         ahead."""
-        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        channel = self._channels.get((action.kind, action.peer, action.stage, action.end)) or self._open(action)
         if action.mb in channel.posted:
             return True
         if isinstance(channel.incoming, _ON_DEVICES):
@@ -189,7 +189,7 @@ class RankTransport:
 
     def expect(self, action: Action) -> None:
         """Post a receive, now or as soon as its channel has room; those of a channel in their order, each once."""
-        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        channel = self._channels.get((action.kind, action.peer, action.stage, action.end)) or self._open(action)
         if isinstance(channel.incoming, _ON_DEVICES):
             return
         if channel.expected or len(channel.posted) >= POSTED:
@@ -199,7 +199,7 @@ class RankTransport:
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
         """Wait for the values of a receive action."""
-        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        channel = self._channels.get((action.kind, action.peer, action.stage, action.end)) or self._open(action)
         if action.mb not in channel.posted:
             if action in channel.expected:
                 channel.expected.remove(action)
@@ -304,8 +304,10 @@ class RankTransport:
         """Open the channel of a send or receive, at its first use."""
         edge, peer = self.edge_of(action), action.peer
         assert peer is not None
-        near = None if (action.kind, peer) in self._far else self._near.get((action.kind, peer))
-        channel = self._channels[action.kind, peer] = _Channel(tuple(value.name for value in edge.values))
+        near = None if end_of(action) in self._far else self._near.get(end_of(action))
+        channel = self._channels[action.kind, peer, action.stage, action.end] = _Channel(
+            tuple(value.name for value in edge.values)
+        )
         if action.kind in SENDS:
             note_sent = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
             # A message to shared memory that has to wait is written by the thread, so it is handed to that at once.
@@ -322,13 +324,13 @@ class RankTransport:
     def _to_near(self, action: Action, edge: Edge, near: socket.socket) -> SharedOutgoing | IpcOutgoing:
         """Return the wire of sends to a rank of this host."""
         packing = None if self.device == CPU else EdgePacking(edge.values, Recycled(self.device), self.device)
-        if packing is not None and (action.kind, action.peer) in self._direct:
+        if packing is not None and end_of(action) in self._direct:
             return IpcOutgoing(near, packing, self.device, self.seconds)
         return SharedOutgoing(near, edge.values, self.seconds, packing)
 
     def _from_near(self, action: Action, edge: Edge, near: socket.socket) -> SharedIncoming | IpcIncoming:
         """Return the wire of receives from a rank of this host."""
-        if (action.kind, action.peer) in self._direct:
+        if end_of(action) in self._direct:
             packing = EdgePacking(edge.values, Recycled(self.device), self.device)
             return IpcIncoming(near, packing, self.device, self.seconds)
         return SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds, self.device)
@@ -337,7 +339,7 @@ class RankTransport:
         """Return the wire of a channel whose ends share no memory."""
         peer = action.peer
         assert peer is not None
-        line = self._far.get((action.kind, peer))
+        line = self._far.get(end_of(action))
         if line is not None:
 
             def watch(mb: int, works: Sequence[DeviceWork], held: Sequence[torch.Tensor]) -> None:
@@ -349,7 +351,8 @@ class RankTransport:
         on_device = self.device != CPU and action.kind in SENDS
         buffers = Recycled(self.device) if on_device else self._buffers
         packing = EdgePacking(edge.values, buffers, self.device)
-        return GlooWire(peer, edge.phase, self._width, packing)
+        lane = (0, 1) if action.end is None else (list(self._edges.values()).index(edge), len(self._edges))
+        return GlooWire(peer, edge.phase, self._width, packing, *lane)
 
     def _lost(self, action: Action, error: Exception) -> PenstockError:
         """Return the error for a message that failed: of the peer, or of this process."""
@@ -372,7 +375,7 @@ class RankTransport:
         if len(carried) > _SHOWN:
             values += f" and {counted(len(carried) - _SHOWN, 'more value')}"
         return PeerLost(
-            f"rank {action.peer} (stage {self._homes[action.peer]}) {what}; waited for {describe(action)}, "
+            f"rank {action.peer} (stage {action.other(self._homes)}) {what}; waited for {describe(action)}, "
             f"which carries {values}",
             where=place,
             hint=hint,

@@ -45,17 +45,17 @@ class Upcoming(NamedTuple):
 
 
 def retiring(program: Program) -> dict[int, int]:
-    """Find where in the batch list a version has had its last reader: position -> that version, as written for batch
-    1."""
-    readers = [
-        (action.version, i)
-        for i, action in enumerate(program.batch)
-        if action.kind in READERS and action.version is not None
-    ]
-    if not readers:
-        return {}
-    oldest = min(version for version, _ in readers)
-    return {max(i for version, i in readers if version == oldest): oldest}
+    """Find where in the batch list a version of a stage has had its last reader: position -> that version, as written
+    for batch 1."""
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for i, action in enumerate(program.batch):
+        if action.kind in READERS and action.version is not None:
+            readers.setdefault(action.stage, []).append((action.version, i))
+    retired = {}
+    for of_stage in readers.values():
+        oldest = min(version for version, _ in of_stage)
+        retired[max(i for version, i in of_stage if version == oldest)] = oldest
+    return retired
 
 
 class ActionStream:

@@ -67,6 +67,8 @@ def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
     """List the reasons why a bundle cannot be evaluated between steps."""
     if loss_stage(module) is None:
         return ["the bundle is for inference, there is no loss to evaluate"]
+    if module.packs:
+        return ["its ranks run several stages each: export it, and evaluate a bundle for inference"]
     problems = [] if spec.source != SYNTHETIC else ["noise is nothing to evaluate on: give a file"]
     if spec.last != WRAP or spec.shuffle:
         problems.append("every sample of an evaluation counts once, in order")

@@ -23,7 +23,7 @@ import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
-from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, reports, share_of
+from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, share_of
 from penstock.ir.collective_calls import coordinates_of
 from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, signature
 from penstock.ir.liveness import changed_vars
@@ -68,7 +68,8 @@ def _is_finite(value: float | None) -> bool:
 class Conduct:
     """The way an executor works. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables
     are those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each
-    action, and raises errors of threads beside the loop. `exchange` does the collectives of the stage."""
+    action, and raises errors of threads beside the loop. `exchange` does the collectives of the stage. `stage` is
+    one of the rank's, its first if not given, and `stages` gets the executors of all of them."""
 
     retire: bool = True
     audit: bool = False
@@ -80,10 +81,13 @@ class Conduct:
     stop_at_nan: bool = False
     check: Callable[[], None] = lambda: None
     exchange: RankExchange | None = None
+    stage: int | None = None
+    stages: dict[int, Executor] | None = None
 
 
 class Executor:
-    """The loop over the actions of one rank's stage."""
+    """The actions of a stage of a rank. `stages` has the executors of all stages of the rank, by stage: `run` of any of
+    them is the loop of the rank."""
 
     def __init__(
         self,
@@ -97,14 +101,20 @@ class Executor:
         conduct: Conduct = Conduct(),
     ) -> None:
         assert module.schedule is not None
-        self.module, self.rank, self.stage = module, rank, module.rank_stages()[rank]
+        self.module, self.rank = module, rank
+        self.stage = module.rank_stages()[rank] if conduct.stage is None else conduct.stage
+        self.stages = {} if conduct.stages is None else conduct.stages
+        self.stages[self.stage] = self
+        self._pack = module.rank_packs()[rank]
         self.program, self.store, self.transport = program, store, transport
         stage = self.stage
+        self._finished: dict[int, int] = {}
         self.report, self.status, self.retire = report, status, conduct.retire
         self.schedule = module.schedule
         self.log: list[LogEntry] | None = [] if conduct.audit else None
         self.events: list[tuple[str, float, float]] | None = [] if conduct.trace else None
-        self.ledger = Ledger() if conduct.trace else None
+        # The memory of several stages is accounted for by their sum alone.
+        self.ledger = Ledger() if conduct.trace and len(self._pack) == 1 else None
         if self.ledger is not None:
             store.trace(self.ledger)
             transport.ledger = self.ledger
@@ -144,8 +154,17 @@ class Executor:
         """Find the values to keep after each kind of action of a microbatch."""
         sent: dict[str, set[str]] = {phase: set() for phase in PHASES}
         for edge in self.module.edges:
-            if edge.src == self.stage:
+            if edge.src == self.stage and edge.dst not in self._pack:
                 sent[edge.phase] |= {value.name for value in edge.values}
+        # The values that other stages of this rank take, by phase and stage.
+        self._handed = {
+            phase: [
+                (edge.dst, [value.name for value in edge.values])
+                for edge in self.module.edges
+                if (edge.src, edge.phase) == (self.stage, phase) and edge.dst in self._pack
+            ]
+            for phase in PHASES
+        }
         for_backward = {value.name for kind in ADDERS if kind in self.graphs for value in self.graphs[kind].ins}
         self._after_forward = frozenset(for_backward | sent[FORWARD])
         # With W split off, B keeps what W takes.
@@ -154,7 +173,10 @@ class Executor:
         self._after_backward = {BACKWARD: frozenset(sent_back | for_weights), WEIGHTS: frozenset(sent_back)}
         self._sent_later = {SEND_OF[FORWARD]: frozenset(for_backward), SEND_OF[BACKWARD]: frozenset(for_weights)}
         self._sends = {
-            send: sum(edge.src == self.stage and edge.phase == phase for edge in self.module.edges)
+            send: sum(
+                (edge.src, edge.phase) == (self.stage, phase) and edge.dst not in self._pack
+                for edge in self.module.edges
+            )
             for phase, send in SEND_OF.items()
             if send not in PER_BATCH
         }
@@ -162,7 +184,7 @@ class Executor:
         self._unsent: dict[tuple[str, int], int] = {}
         forward = self.graphs.get(FORWARD)
         outputs = {v.name for v in forward.outs} if forward is not None else set()
-        self.is_loss_stage = reports(self.module, self.rank)
+        self.is_loss_stage = loss_stage(self.module) == self.stage and leads(self.module, self.rank)
         # What the module hands out is whole on every rank of a team: its first one reports it.
         self.outputs = (
             ()
@@ -170,7 +192,7 @@ class Executor:
             else tuple(name for name in self.module.outputs if name in outputs)
         )
         program = self.schedule.ranks[self.rank].batch
-        kinds = {action.kind for action in program}
+        kinds = {action.kind for action in program if action.stage == self.stage}
         # The microbatches of a batch that this rank runs.
         self._share = share_of(self.module, self.rank)
         self._updates, self._drops = UPDATE in kinds, DROP in kinds
@@ -183,16 +205,9 @@ class Executor:
     def run(self, first: int, feed: Feed, unit: int | None = None) -> None:
         """Run the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in ActionStream."""
         unit = unit or self.schedule.microbatches
-        self.feed = feed
-        if not self._held and not self._changes:
-            # Variables keep their values as long as the job runs.
-            hold_weights(self.program, self.store, self.graphs.values())
-            self._held = True
-        stream, handlers, expect = (
-            ActionStream(self.schedule, self.rank, first, feed, unit, self._readings.settle),
-            self._handlers,
-            self.transport.expect,
-        )
+        for stage in self.stages.values():
+            stage.begin(feed)
+        stream, expect = ActionStream(self.schedule, self.rank, first, feed, unit, self._settle), self.transport.expect
         if self.ledger is not None:
             self.ledger.run(first)
         if self._times is not None:
@@ -205,35 +220,55 @@ class Executor:
                 expect(later)
             self._check()
             self.status.show(action)
-            kind = action.kind
+            kind, stage = action.kind, self.stages[action.stage]
             if kind in SUM_USERS:
                 # Waiting for other ranks is no part of the computation's time.
                 self.transport.finish_sum(action)
             begun = None if self._times is None else self._times.mark()
-            started = self._started = time.monotonic()
-            handlers[kind](action)
-            if self.pace.asked:
-                self.pace.keep(action, started)
+            started = stage._started = time.monotonic()
+            stage.perform(action)
+            if stage.pace.asked:
+                stage.pace.keep(action, started)
             if self._times is None or begun is None:
                 self._spent(action, started, time.monotonic())
             else:
                 self._times.end(action, begun)
             if retires is not None and self.retire:
-                self.store.retire(retires)
+                stage.store.retire(retires)
             is_last = action.mb % self.schedule.microbatches == self._share[-1]
-            if kind == self._last_kind and (unit == 1 or is_last):
-                feed.finish(action.mb // unit)
+            if kind == stage._last_kind and (unit == 1 or is_last):
+                self._finish_unit(action.mb // unit)
             if self._times is not None:
-                if kind == self._last_kind and is_last and not self._updates and not self.is_loss_stage:
-                    self._end_batch(action.mb // self.schedule.microbatches, None)
-                self._readings.look()
+                if kind == stage._last_kind and is_last and not stage._updates and not stage.is_loss_stage:
+                    stage._end_batch(action.mb // self.schedule.microbatches, None)
+                stage._readings.look()
                 self._times.look()
-        self._readings.settle()
+        self._settle()
         if self._times is not None:
             self._times.settle()
         self.status.show(None)
         self.transport.flush()
-        assert not self.store.values or not self._drops, f"values are left over: {self.store.values.keys()}"
+        for stage in self.stages.values():
+            assert not stage.store.values or not stage._drops, f"values are left over: {stage.store.values.keys()}"
+
+    def begin(self, feed: Feed) -> None:
+        """Take the feed of a run."""
+        self.feed = feed
+        if not self._held and not self._changes:
+            # Variables keep their values as long as the job runs.
+            hold_weights(self.program, self.store, self.graphs.values())
+            self._held = True
+
+    def _settle(self) -> None:
+        for stage in self.stages.values():
+            stage._readings.settle()
+
+    def _finish_unit(self, unit: int) -> None:
+        """Let the feed go of a batch or microbatch that all stages of the rank are done with."""
+        done = self._finished[unit] = self._finished.get(unit, 0) + 1
+        if done == len(self.stages):
+            del self._finished[unit]
+            self.feed.finish(unit)
 
     # -------------------------------------------------------------------------------------------- one method per kind
 
@@ -307,6 +342,8 @@ class Executor:
         results = dict(zip(names, self._run(kind, name, [*ins, *buffers]), strict=True))
         if kind != UPDATE:
             self.store.put_all(action.holder, results)
+            for stage, values in self._handed.get(kind, ()):
+                self.stages[stage].store.put_all(action.holder, {value: results[value] for value in values})
         return results
 
     def _run(self, kind: str, name: str, args: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ variable that is split over the devices of its stage, the rank has the local typ
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,19 @@ from penstock.runtime.state.store import Store
 def check_device(bundle: Bundle, rank: int) -> None:
     """Raise a UsageError where this host lacks the device of a rank: before ranks meet, and wait for one that ended."""
     entry = bundle.rank(rank)
-    backend_of(bundle.manifest.backend).check_host(bundle.module, entry.stage, entry.device)
+    for stage in entry.stages:
+        backend_of(bundle.manifest.backend).check_host(bundle.module, stage, entry.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateSource:
+    """The place of a stage's state: its bundle and rank, the elements of its settings, perhaps a checkpoint."""
+
+    bundle: Bundle
+    rank: int
+    stage: int
+    tables: Settings
+    place: Path | None
 
 
 def load_store(
@@ -37,12 +49,26 @@ def load_store(
     *,
     grow: bool = False,
     summed: Iterable[str] = (),
+    stage: int | None = None,
+) -> Store:
+    """Return the state of a rank at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store.
+    `stage` is one of the rank's, its first if not given."""
+    source = _StateSource(bundle, rank, bundle.rank(rank).stage if stage is None else stage, tables, place)
+    store = _load(source, device, grow, summed)
+    store.reread = lambda name: _load(source, device, only=(name,)).newest(name)
+    return store
+
+
+def _load(
+    source: _StateSource,
+    device: torch.device,
+    grow: bool = False,
+    summed: Iterable[str] = (),
     only: Collection[str] | None = None,
 ) -> Store:
-    """Return the state of a rank at a checkpoint, or at the beginning; with `only`, that of some variables. `grow` and
-    `summed` are those of a Store."""
+    """Return the state of a stage, or that of some of its variables alone."""
+    bundle, rank, stage, tables, place = source.bundle, source.rank, source.stage, source.tables, source.place
     module = bundle.module
-    stage = bundle.rank(rank).stage
     variables = {name: var for name, var in stage_vars(module, stage).items() if only is None or name in only}
     mesh, seat = seat_of(module, rank)
     tiles = {name: tile_of(var.type, mesh, seat) for name, var in variables.items()}
@@ -68,8 +94,6 @@ def load_store(
         )
     else:
         load_state(place, store, variables, tiles)
-    if only is None:
-        store.reread = lambda name: load_store(bundle, rank, tables, place, device, only=(name,)).newest(name)
     return store
 
 

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from penstock.backends.bundle.format import Bundle, open_bundle
+from penstock.backends.interface import StageProgram
 from penstock.backends.registry import backend_of
-from penstock.ir.batch_shares import fed_inputs, share_of
+from penstock.ir.batch_shares import fed_to_rank, share_of
 from penstock.ir.collective_calls import groups_of
 from penstock.ir.graph import PARAM, Edge, Module, summed_vars
 from penstock.runtime.checkpoint.saving import Saver
@@ -59,6 +60,7 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
+from penstock.runtime.state.packs import PackState
 from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, as_array
 from penstock.runtime.telemetry.device_memory import device_without_memory
@@ -95,7 +97,6 @@ class Worker:
         )
         self.entry = bundle.rank(rank)
         self.module: Module = bundle.module
-        self.stage = self.entry.stage
         if group.world != bundle.world_size:
             raise VerifyError(
                 f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path)
@@ -105,14 +106,8 @@ class Worker:
         status.show("loading")
         self._open_samples()
         exchange = RankExchange(self.module, rank, setup.timeout)
-        program = backend_of(bundle.manifest.backend).load_stage(
-            self.module,
-            self.stage,
-            bundle.stage_files(self.stage),
-            self.entry.threads,
-            self.entry.device,
-            exchange=exchange,
-        )
+        programs = self._load_programs(exchange)
+        program = programs[self.entry.stage]
         assert self.module.schedule is not None
         near = group.connect_stages(self.module.schedule, program.device)
         mates = self.module.schedule.replicas()[rank]
@@ -126,20 +121,40 @@ class Worker:
         self.exchange = exchange
         self.base = resident_bytes()
         self.tables = setup.tables or settings_of(self.module)
-        self.store = self._load_store(program.device)
-        self.saver = Saver(bundle, rank, group, setup, self.store, status)
+        self.device = program.device
+        self.stores = {stage: self._load_store(stage, program.device) for stage in programs}
+        self.state = _state_of(list(self.stores.values()))
+        self.saver = Saver(bundle, rank, group, setup, self.state, status)
         homes = self.module.rank_stages()
         self.transport = RankTransport(
             rank, local_edges(self.module), homes, setup.timeout, program.device, setup.latency, group.team, near
         )
         if has_gpus(self.module):
             self._join_gpus(program.device, overdue)
-        self.executor = Executor(self.module, rank, program, self.store, self.transport, reply, status, self._conduct())
+        self.executor = self._executor_of(programs)
         # The objects that are there stay: looking through them for garbage, again and again, would cost more than the
         # loop.
         gc.collect()
         gc.freeze()
         status.show(None)
+
+    def _load_programs(self, exchange: RankExchange) -> dict[int, StageProgram]:
+        """Load the code of all stages of the rank."""
+        backend, bundle = backend_of(self.bundle.manifest.backend), self.bundle
+        threads, device = self.entry.threads, self.entry.device
+        return {
+            stage: backend.load_stage(self.module, stage, bundle.stage_files(stage), threads, device, exchange=exchange)
+            for stage in self.entry.stages
+        }
+
+    def _executor_of(self, programs: Mapping[int, StageProgram]) -> Executor:
+        """Return the executor of the rank's first stage, which knows those of the others."""
+        executors: dict[int, Executor] = {}
+        for stage, program in programs.items():
+            conduct = replace(self._conduct(), stage=stage, stages=executors)
+            store = self.stores[stage]
+            Executor(self.module, self.rank, program, store, self.transport, self.reply, self.status, conduct)
+        return executors[self.entry.stage]
 
     def _join_gpus(self, device: torch.device, overdue: Overdue) -> None:
         """Let GPUs exchange messages without memory of the host, where they can."""
@@ -154,7 +169,7 @@ class Worker:
         self.samples: Samples = NoSamples()
         self.cuts = InputCuts(self.module, self.rank)
         self.evaluation: FileSamples | None = None
-        names = fed_inputs(self.module, self.stage)
+        names = fed_to_rank(self.module, self.rank)
         if setup.data is not None and names:
             samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
             self.samples = LocalSamples(samples, self.cuts)
@@ -204,19 +219,19 @@ class Worker:
                 self.reply(
                     Parameters(),
                     {
-                        name: as_array(self.store.newest(name))
-                        for name, var in self.store.variables.items()
+                        name: as_array(self.state.newest(name))
+                        for name, var in self.state.variables.items()
                         if var.role == PARAM
                     },
                 )
             case FetchAudit():
-                versioned = self.store.versioned
+                versioned, executors = self.state.versioned, self.executor.stages.values()
                 self.reply(
                     Audit(
                         {name: v.most_live for name, v in versioned.items()},
                         {name: len(v.buffers) for name, v in versioned.items()},
-                        self.store.most_value_bytes,
-                        tuple(self.executor.log or ()),
+                        sum(store.most_value_bytes for store in self.stores.values()),
+                        tuple(entry for executor in executors for entry in executor.log or ()),
                     ),
                     {},
                 )
@@ -232,7 +247,7 @@ class Worker:
 
     def _run_data(self, first: int, batches: int) -> None:
         feed = DataFeed(self.samples, first, batches)
-        names = fed_inputs(self.module, self.stage)
+        names = fed_to_rank(self.module, self.rank)
         if self.setup.prefetch and names and self.setup.data is not None:
             share, total = share_of(self.module, self.rank), self.executor.schedule.microbatches
             feed = Prefetch(
@@ -245,9 +260,9 @@ class Worker:
 
     def _finish_run(self) -> None:
         if self.executor.events is not None:
-            assert self.executor.ledger is not None
+            blocks = () if self.executor.ledger is None else self.executor.ledger.taken()
             collectives = tuple(self.exchange.events or ())
-            self.reply(TraceRecord(tuple(self.executor.events), self.executor.ledger.taken(), collectives), {})
+            self.reply(TraceRecord(tuple(self.executor.events), blocks, collectives), {})
             self.executor.events.clear()
             self.exchange.events = []
         self.reply(self._done(), {})
@@ -255,10 +270,15 @@ class Worker:
     def _done(self, waited: float = 0.0) -> Done:
         return Done(peak_bytes(), self.base, waited, self.executor.device_memory.most)
 
-    def _load_store(self, device: torch.device) -> Store:
+    def _load_store(self, stage: int, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)
-        summed = summed_vars(self.module, self.stage) if self.group.team is not None else ()
-        return load_store(self.bundle, self.rank, self.tables, place, device, grow=not self.setup.retire, summed=summed)
+        summed = summed_vars(self.module, stage) if self.group.team is not None else ()
+        grow = not self.setup.retire
+        return load_store(self.bundle, self.rank, self.tables, place, device, grow=grow, summed=summed, stage=stage)
+
+
+def _state_of(stores: Sequence[Store]) -> Store | PackState:
+    return stores[0] if len(stores) == 1 else PackState(stores)
 
 
 def local_edges(module: Module) -> tuple[Edge, ...]:
@@ -391,7 +411,7 @@ def serve_rank(rank: Rank, parent: int) -> int:
         while (command := receive(True)) is not None and worker.obey(command[0]):
             pass
     except BaseException as error:
-        failure = describe_failure(error, None if worker is None else worker.store.device)
+        failure = describe_failure(error, None if worker is None else worker.device)
         if isinstance(error, PeerLost) and not error.where:
             failure = describe_failure(PeerLost(error.what, where=f"rank {rank.rank}, {status.text}", hint=error.hint))
         if worker is not None:

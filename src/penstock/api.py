@@ -82,6 +82,7 @@ def plan(
     mesh: str = "",
     shard: str | Sequence[str] | Mapping[str, Any] = (),
     zero: int = 0,
+    packs: int = 1,
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
@@ -91,16 +92,14 @@ def plan(
     of a batch out among them; or `devices` names those of each stage. `shares` are how many of the microbatches each of
     them runs: such that they are done at about the same time if not given.
 
-    `precision` is f32, bf16 or f16; if it is not given, training settings say it. `weights` is the element type of
-    weights that products and lookups read, for inference: f32, bf16, int8 or int4. `recompute` says what stages compute
-    again in the backward pass instead of saving it: auto (what the memory of their devices asks for), none or all.
-    `cuda_libraries` names the maker of contractions on GPUs: torch, which calls the vendor's libraries, or none. `wire`
-    is the element type of float32 activations and gradients on their way between stages: f32, bf16 or f16. `hints` is
-    whether placement hints of the model are followed, where it has some and `split_at` is not given.
+    `precision` is f32, bf16 or f16, by default that of the training settings; `weights` is f32, bf16, int8 or int4, for
+    inference. `recompute` says what the backward pass computes again instead of saving it: auto (what memory asks for),
+    none or all. `cuda_libraries` names who computes contractions on GPUs: torch or none. `wire` is the type of float32
+    values between stages. `hints`: whether hints of the model are followed, where `split_at` is not given.
 
     `mesh` names the axes of every stage's devices, such as `dp=2,tp=2`. Along dp microbatches are dealt out; over other
     axes tensors are split as `shard` says: `preset:megatron`, `FILE.toml`, `"w=[_,/tp]"`, or a mapping of names to
-    tuples such as `(None, "tp")`, or to styles of torch's `parallelize_module`. `zero`: docs/sharding.md.
+    tuples such as `(None, "tp")`, or to styles of `parallelize_module`. For `zero` and `packs`: docs/cli.md.
     """
     options = PlanOptions(
         schedule=schedule,
@@ -119,6 +118,7 @@ def plan(
         mesh=mesh,
         shard=layouts_of(shard),
         zero=zero,
+        packs=packs,
     )
     return family.plan_family(model, cluster, training, options, Feedback(dump, progress))
 

@@ -26,7 +26,7 @@ from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
 from penstock.ir.text import print_graph
-from penstock.passes.costs.prices import ROOFLINE, Prices, rank_seconds
+from penstock.passes.costs.prices import ROOFLINE, Prices, rank_seconds, timed_kind
 from penstock.passes.kernels.divide import Kernel
 from penstock.support.cache import Cache, cache_bound, cache_folder
 from penstock.support.processor import processor
@@ -109,8 +109,10 @@ def stage_times(
     times = rank_seconds(module, prices)
     assert module.cluster is not None
     estimated = set(times)
-    for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
+    ranks = zip(module.rank_packs(), module.rank_devices(), strict=True)
+    for rank, stage, name in [(r, s, n) for r, (stages, n) in enumerate(ranks) for s in stages]:
         known = table.stage(module, stage, module.cluster.device(name))
-        times |= {(rank, kind): seconds for kind, seconds in known.items()}
-        estimated -= {(rank, kind) for kind in known}
+        named = {(rank, timed_kind(module, stage, kind)): seconds for kind, seconds in known.items()}
+        times |= named
+        estimated -= set(named)
     return times, len(estimated)

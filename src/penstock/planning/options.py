@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
+from penstock.ir.schedule_names import PACKED, SYNCHRONOUS, TRAINING
 from penstock.ir.training.rates import EXAMPLES
 from penstock.support.settings import LEVEL, POSITIVE, required, setting, shared
 
@@ -30,9 +30,16 @@ class PlanOptions:
         "1f1b",
         "default: 1f1b, which equals plain training; with --batch the fastest that does; auto, with --batch: the "
         "fastest of all",
-        choices=(*TRAINING, "auto"),
+        choices=(*TRAINING, *PACKED, "auto"),
     )
     stages: int = setting(0, "pipeline stages (default: as many as the devices make)", check=POSITIVE, shown="N")
+    packs: int = setting(
+        1,
+        "stages on each device, for --schedule interleaved or zb-v: a smaller bubble, more in flight (default: 1)",
+        check=POSITIVE,
+        shown="N",
+        rare=True,
+    )
     split_at: Sequence[str] = setting(
         (), "start a new stage at this node or value instead of searching", shown="NODE", many=True, rare=True
     )

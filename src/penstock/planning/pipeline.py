@@ -154,6 +154,7 @@ def _pipeline(
         mesh=options.mesh,
         layouts=layouts_of(options.shard),
         weights=WEIGHTS[options.weights],
+        packs=options.packs,
         zero=options.zero,
     )
     if training is not None and options.weights != "f32":
@@ -161,6 +162,8 @@ def _pipeline(
             f"weights in {options.weights} cannot be trained", hint="compile for inference, without --loss"
         )
     module = model.module.but(cluster=cluster)
+    if training is None and options.packs > 1:
+        raise UsageError("--packs puts several stages of a training on a device", hint="compile with --loss")
     if training is None:
         return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, settings)
     settings = replace(settings, precision=options.precision or training.precision, guard=training.guard_options())

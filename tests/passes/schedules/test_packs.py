@@ -159,6 +159,18 @@ def test_stages_of_one_rank_exchange_no_messages():
     assert " runs " not in print_module(compiled("1f1b", 4))
 
 
+def test_copies_of_a_tied_weight_on_one_rank_exchange_nothing():
+    """All readers are on one rank: P has no message. With a device per stage it has."""
+
+    def exchanged(module: Module) -> int:
+        assert module.schedule is not None
+        return sum(a.kind == "SP" for a in module.schedule.actions())
+
+    for kind in PACK_SCHEDULES:
+        assert exchanged(compiled("1f1b", 4, tied=True)) > 0
+        assert exchanged(compiled(kind, 1, 2 if kind == "zb-v" else 4, tied=True)) == 0
+
+
 def test_memory_of_a_rank_is_that_of_its_stages():
     whole, packed = measure_memory(compiled("1f1b", 4)), measure_memory(compiled("interleaved", 2, 2))
     for rank, stages in enumerate([(0, 2), (1, 3)]):

@@ -299,7 +299,7 @@ def shared_sealed(rank, group):
     if rank == 0:
         transport.send(Action("SF", 0, 0, peer=1), content(MANY, 0, 0))
         transport.flush()
-        (file,) = transport._channels["SF", 1].outgoing._files.values()
+        (file,) = transport._channels["SF", 1, 0, None].outgoing._files.values()
         for size in (0, 1 << 30):
             try:
                 os.ftruncate(file, size)

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.arguments import bounded_dims_of, known_of, settings_from
-from penstock.ir.schedule_names import SYNCHRONOUS, TRAINING
+from penstock.ir.schedule_names import PACKED, SYNCHRONOUS, TRAINING
 from penstock.planning.options import (
     FOLDER_PREFIX,
     GenerationSettings,
@@ -137,7 +137,12 @@ def _searched(
     source.check()
     if training is None:
         raise UsageError("--batch plans for training", hint="add --loss, or leave --batch out for an inference plan")
-    fixed = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--split-at": arguments.split_at}
+    fixed = {
+        "--stages": arguments.stages,
+        "--packs": arguments.packs,
+        "--microbatches": arguments.microbatches,
+        "--split-at": arguments.split_at,
+    }
     flags = [flag for flag, value in fixed.items() if value]
     if arguments.mesh or arguments.shard:
         raise UsageError(
@@ -148,6 +153,11 @@ def _searched(
         raise UsageError(
             f"{', '.join(flags)} with --batch: the planner chooses that",
             hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
+        )
+    if arguments.schedule in PACKED:
+        raise UsageError(
+            f"--schedule {arguments.schedule} with --batch: the planner puts one stage on a device",
+            hint="leave --batch out, and give --packs, --microbatches and --devices",
         )
     schedules = {None: SYNCHRONOUS, "auto": TRAINING}.get(arguments.schedule, (arguments.schedule,))
     return search_file(
@@ -168,6 +178,7 @@ def _from_file(
     fixed = (
         "batch",
         "stages",
+        "packs",
         "microbatches",
         "split_at",
         "replicas",

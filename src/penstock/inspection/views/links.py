@@ -38,13 +38,15 @@ def _rows(module: Module) -> Iterator[list[str | int]]:
     devices, stages = module.rank_devices(), module.rank_stages()
     edges: dict[tuple[int, int, str], Edge] = {(edge.src, edge.dst, edge.phase): edge for edge in module.edges}
     for rank, program in sorted(schedule.ranks.items()):
-        sends: dict[tuple[int, str], Action] = {
-            (a.peer, a.kind): a
+        sends: dict[tuple[int, str, int, int], Action] = {
+            (a.peer, a.kind, a.stage, a.other(stages)): a
             for a in (*program.start, *program.batch)
             if a.kind in MESSAGES and a.kind in SENDS and a.peer is not None
         }
-        for (peer, _), action in sorted(sends.items(), key=lambda item: (item[0][0], PHASES.index(item[1].phase))):
-            edge = edges[stages[rank], stages[peer], action.phase]
+        for (peer, *_), action in sorted(
+            sends.items(), key=lambda item: (item[0][0], PHASES.index(item[1].phase), *item[0][2:])
+        ):
+            edge = edges[action.stage, action.other(stages), action.phase]
             values, link = (
                 module.local_values(edge.values, edge.src),
                 cluster.message_link(devices[rank], devices[peer]),

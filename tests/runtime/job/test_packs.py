@@ -1,0 +1,80 @@
+"""Ranks that run several stages, in real worker processes: the numbers of a device per stage, checkpoints both ways, and
+what happens to a run that loses one."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from tests.runtime.job.test_replicas import batches_of
+
+import penstock as ps
+from penstock.backends.bundle.format import open_bundle
+from penstock.ir.cluster.cluster import Cluster
+from penstock.models import write_mlp
+from penstock.support.errors import PeerLost
+
+M = 4
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory):
+    return write_mlp(tmp_path_factory.mktemp("packs") / "mlp.onnx", [8, 8, 8, 8, 8, 8], batch=4)
+
+
+def compiled(path, out, schedule, devices, packs=1, backend="numpy"):
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
+    split_at = [f"fc{i}.product" for i in range(2, devices * packs + 1)]
+    cluster = Cluster.local(devices)
+    plan = ps.plan(ps.from_onnx(path), cluster, training, schedule=schedule, packs=packs, split_at=split_at)
+    return ps.compile(plan, out, backend=backend)
+
+
+def trained(path, count=4, **options):
+    with ps.open(path, timeout=60, **options) as job:
+        steps = list(job.steps(batches_of(job.bundle, count)))
+        return [s.losses for s in steps], [s.grad_norm for s in steps], job.parameters()
+
+
+def same(one, other):
+    assert one[:2] == other[:2]
+    assert all(np.array_equal(array, other[2][name]) for name, array in one[2].items())
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_packs_train_as_a_device_per_stage_does(mlp, tmp_path, schedule):
+    whole = trained(compiled(mlp, tmp_path / "whole", "1f1b", 4))
+    same(trained(compiled(mlp, tmp_path / "packs", schedule, 2, 2)), whole)
+
+
+def test_packs_train_over_gloo(mlp, tmp_path, monkeypatch):
+    whole = trained(compiled(mlp, tmp_path / "whole", "1f1b", 4), 2)
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", "0")
+    same(trained(compiled(mlp, tmp_path / "packs", "interleaved", 2, 2), 2), whole)
+    # The control: updates that are one batch late.
+    assert trained(compiled(mlp, tmp_path / "late", "2bw", 4), 2)[0] != whole[0]
+
+
+def test_checkpoints_of_packs_and_of_single_stages_load_in_each_other(mlp, tmp_path):
+    whole = compiled(mlp, tmp_path / "whole", "1f1b", 4)
+    packed = compiled(mlp, tmp_path / "packs", "zb-v", 2, 2)
+    batches = batches_of(open_bundle(whole), 4)
+    with ps.open(whole, timeout=60) as job:
+        expected = [step.losses for step in job.steps(batches)]
+    for first, then in ((packed, whole), (whole, packed)):
+        place = tmp_path / f"from-{first.name}"
+        with ps.open(first, timeout=60) as job:
+            losses = [step.losses for step in job.steps(batches[:2])]
+            job.save(place)
+        with ps.open(then, timeout=60, resume=place) as job:
+            assert losses + [step.losses for step in job.steps(batches[2:])] == expected
+
+
+def test_a_rank_of_packs_that_is_killed_ends_the_run(mlp, tmp_path):
+    packed = compiled(mlp, tmp_path / "packs", "interleaved", 2, 2)
+    with pytest.raises(PeerLost, match="rank 1"), ps.open(packed, timeout=60) as job:  # noqa: PT012
+        for number, _ in enumerate(job.steps(batches_of(job.bundle, 6))):
+            if number == 1:
+                os.kill(job.workers.process_ids()[1], signal.SIGKILL)
