@@ -1,4 +1,4 @@
-"""Rows for weights of 8 and 4 bits: integers by groups along a row of the weight, each group with a scale.
+"""Rows for weights of 8 and 4 bits by groups along a row of the weight, each with a scale; and for products of bytes.
 
 An element stands for (q - zero) * scale of its group. Eight bits are `i8`, with the zero 0 unless `zeros` are given.
 Four bits are halves of an `u8`: the low half is the even element, the zero is 8. Zeros are `u8` for both.
@@ -55,6 +55,23 @@ def _gather_q(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (TensorType("f32", (*x[0].shape, columns)),)
 
 
+# The most terms whose sum fits into 32 bits, whatever the bytes are.
+MOST_TERMS = ((1 << 31) - 1) // (255 * 255)
+
+
+def _matmul_bytes(x: Types, a: Values) -> tuple[TensorType, ...]:
+    data, weight, zero, zeros = x
+    for t in (data, weight):
+        need(t.dtype in ("i8", "u8"), f"needs whole numbers of 8 bits, got {t}")
+    need(weight.rank == 2, f"the right operand must have two dimensions, got {weight}")
+    need(data.rank >= 1 and data.dims[-1] == weight.dims[0], f"{data} does not fit {weight}")
+    need(data.dims[-1] <= MOST_TERMS, f"{data.dims[-1]} terms may exceed 32 bits: at most {MOST_TERMS}")
+    need(zero == TensorType(data.dtype, ()), f"the zero point of {data} must be one {data.dtype}, got {zero}")
+    expected = TensorType(weight.dtype, (weight.shape[1],))
+    need(zeros == expected, f"the zero points of {weight} must be {expected}, got {zeros}")
+    return (TensorType("i32", (*data.shape[:-1], weight.shape[1])),)
+
+
 def _flops(x: Types, y: Types, a: Values) -> float:
     return 2.0 * y[0].size * x[0].dims[-1]
 
@@ -70,6 +87,16 @@ ROWS = (
         bits=Required(int),
         group=Required(int),
         act="f32",
+        flops=_flops,
+    ),
+    row(
+        "matmul_bytes",
+        "contract",
+        4,
+        _matmul_bytes,
+        "exact sums of (x - zero) * (weight - zeros) along k in 32 bits, from (x [..., k], weight [k, n], zero, "
+        "zeros [n]), bytes with or without sign",
+        dims="a... k+, k+ n, , n -> a... n",
         flops=_flops,
     ),
     row(

@@ -60,6 +60,7 @@ PRODUCTS, CONVOLUTIONS, SQUARES, ATTENTION, ELEMENTS, UPDATES, LAYOUT, COLLECTIV
 _OF_KIND = {
     "matmul": PRODUCTS,
     "matmul_q": PRODUCTS,
+    "matmul_bytes": PRODUCTS,
     "conv": CONVOLUTIONS,
     "conv_grad_input": CONVOLUTIONS,
     "conv_grad_weight": CONVOLUTIONS,

@@ -246,6 +246,10 @@ def _matmul_q(x: Tensor, *weight: Tensor, bits: int, group: int, act: str) -> Te
     return x @ _dequantised(*weight, bits=bits, group=group).T
 
 
+def _matmul_bytes(x: Tensor, weight: Tensor, zero: Tensor, zeros: Tensor) -> Tensor:
+    return ((x.double() - zero.double()) @ (weight.double() - zeros.double())).int()
+
+
 def _avg_pool(x: Tensor, include_pad: bool, **a: Any) -> Tensor:
     counts = _windows(torch.ones_like(x), a, 1.0 if include_pad else 0.0).sum(-1)
     return _windows(x, a, 0.0).sum(-1) / counts
@@ -461,6 +465,7 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "batch_norm": _batch_norm,
     "gather": _gather,
     "matmul_q": _matmul_q,
+    "matmul_bytes": _matmul_bytes,
     "gather_q": lambda indices, *weight, **a: _dequantised(*weight, **a)[indices.long() % weight[0].shape[0]],
     "gather_grad": _gather_grad,
     "scatter": _scatter,

@@ -32,6 +32,20 @@ refuse(
 )
 refuse("matmul_q", "f32[2,64]", "i8[3,64]", "f32[3,2]", bits=8, group=32, act="i4", because="act must be one of")
 
+_BYTES = (any_number,) * 4
+sample("matmul_bytes", "T[3,7]", "i8[7,21]", "T[]", "i8[21]", dtypes=("i8", "u8"), draws=_BYTES)
+sample("matmul_bytes", "i8[2,3,64]", "u8[64,5]", "i8[]", "u8[5]", draws=_BYTES)
+sample("matmul_bytes", "u8[33]", "u8[33,40]", "u8[]", "u8[40]", draws=_BYTES)
+sample("matmul_bytes", "i8[13,100]", "i8[100,50]", "i8[]", "i8[50]", draws=_BYTES)
+sample("matmul_bytes", "u8[0,4]", "i8[4,3]", "u8[]", "i8[3]", draws=_BYTES)
+sample("matmul_bytes", "u8[2,0]", "i8[0,3]", "u8[]", "i8[3]", draws=_BYTES)
+refuse("matmul_bytes", "f32[2,4]", "i8[4,3]", "f32[]", "i8[3]", because="needs whole numbers of 8 bits")
+refuse("matmul_bytes", "u8[2,4]", "i8[5,3]", "u8[]", "i8[3]", because="does not fit")
+refuse("matmul_bytes", "u8[2,4]", "i8[1,4,3]", "u8[]", "i8[3]", because="must have two dimensions")
+refuse("matmul_bytes", "u8[2,4]", "i8[4,3]", "i8[]", "i8[3]", because="the zero point of")
+refuse("matmul_bytes", "u8[2,4]", "i8[4,3]", "u8[]", "i8[]", because="the zero points of")
+refuse("matmul_bytes", "u8[2,40000]", "i8[40000,3]", "u8[]", "i8[3]", because="may exceed 32 bits")
+
 sample(
     "gather_q", "T[4]", "i8[9,64]", "f16[9,2]", dtypes=INTS, draws=(index(9), any_number, positive), bits=8, group=32
 )

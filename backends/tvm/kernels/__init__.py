@@ -30,7 +30,7 @@ from .attention import gradient as attention_grad
 from .caches import attend, pick, put
 from .conv import conv, windows
 from .elementwise import elementwise, lookup
-from .product import gemm, quantised
+from .product import byte_product, gemm, quantised
 from .recurrent import steps
 from .rows import reduce, rows, scan, select
 
@@ -38,6 +38,7 @@ from .rows import reduce, rows, scan, select
 MAIN: dict[str, Callable[[Body, Op], None]] = {
     "matmul": gemm.emit_matmul,
     "matmul_q": quantised.emit_matmul_q,
+    "matmul_bytes": byte_product.emit_matmul_bytes,
     "attention": attention.emit_attention,
     "attention_grad": attention_grad.emit_attention_grad,
     "conv": conv.emit_conv,
@@ -80,6 +81,7 @@ _OF_NOTHING = {
         (
             "matmul",
             "matmul_q",
+            "matmul_bytes",
             "conv",
             "conv_grad_input",
             "conv_grad_weight",

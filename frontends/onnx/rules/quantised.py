@@ -13,12 +13,13 @@ from __future__ import annotations
 from math import prod
 
 from penstock.frontends.formulas.elementwise import between, limits_of, widened
-from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape
+from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape, transpose
 from penstock.frontends.formulas.products import product
 from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.frontends.onnx.source import our_dtype
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
+from penstock.ir.ops.quantised import MOST_TERMS
 from penstock.ir.types import FLOATS, INTS
 
 from .neural import kernel_of, window_of
@@ -111,12 +112,30 @@ def _per_row(n: OnnxNode, i: int, x: Value, axis: int) -> Value:
     return reshape(n, s, (s.type.size, 1)) if axis == -2 else s
 
 
+def _of_bytes(n: OnnxNode, x: Value, y: Value, zero: Value | None, zeros: Value | None) -> Value | None:
+    """Write a product of bytes less their zero points.
+
+    Return None where `matmul_bytes` has no form for it: a batch of right operands, a zero point for each row, or more
+    terms than 32 bits hold.
+    """
+    if not {x.type.dtype, y.type.dtype} <= {"i8", "u8"} or y.type.rank != 2 or y.type.dims[0] > MOST_TERMS:
+        return None
+    columns = y.type.dims[1]
+    if (zero is not None and zero.type.size != 1) or (zeros is not None and zeros.type.size not in (1, columns)):
+        return None
+    one = n.literal(0, x.type.dtype) if zero is None else reshape(n, zero, ())
+    every = n.literal(0, y.type.dtype) if zeros is None else zeros
+    every = reshape(n, every, (every.type.size,) if every.type.size == columns else ())
+    return n.emit("matmul_bytes", x, y, one, expand(n, every, (columns,)))
+
+
 def _product(n: OnnxNode, a: int, a_zero: int, b: int, b_zero: int) -> Value:
     x, y = n.value(a), n.value(b)
     n.require(x.type.rank > 0 and y.type.rank > 0, f"needs at least one dimension, got {x.type} and {y.type}")
-    lhs = _less_zero(n, x, _per_row(n, a_zero, x, -2 if x.type.rank > 1 else -1) if n.has(a_zero) else None, "i32")
-    rhs = _less_zero(n, y, _per_row(n, b_zero, y, -1) if n.has(b_zero) else None, "i32")
-    return product(n, lhs, rhs)
+    x_zero = _per_row(n, a_zero, x, -2 if x.type.rank > 1 else -1) if n.has(a_zero) else None
+    y_zero = _per_row(n, b_zero, y, -1) if n.has(b_zero) else None
+    of_bytes = _of_bytes(n, x, y, x_zero, y_zero)
+    return of_bytes or product(n, _less_zero(n, x, x_zero, "i32"), _less_zero(n, y, y_zero, "i32"))
 
 
 def _qlinear_matmul(n: OnnxNode) -> Result:
@@ -237,10 +256,12 @@ def _gemm(n: OnnxNode) -> Result:
     n.require(x.type.rank == y.type.rank == 2, f"needs two matrices, got {x.type} and {y.type}")
     columns = y.type.dims[0 if tb else 1]
     y_zero = _column(n, 5, columns) if n.has(5) else None
-    if y_zero is not None and y_zero.type.rank and tb:
-        y_zero = reshape(n, y_zero, (columns, 1))
-    lhs = _less_zero(n, x, reshape(n, n.statistic(2), ()) if n.has(2) else None, "i32")
-    total = n.emit("matmul", lhs, _less_zero(n, y, y_zero, "i32"), ta=ta, tb=tb)
+    x_zero = reshape(n, n.statistic(2), ()) if n.has(2) else None
+    right = transpose(n, y, (1, 0)) if tb else y
+    total = None if ta else _of_bytes(n, x, right, x_zero, y_zero)
+    if total is None:
+        lhs = _less_zero(n, x, x_zero, "i32")
+        total = n.emit("matmul", lhs, _less_zero(n, right, y_zero, "i32"), ta=ta)
     total = n.emit("add", total, n.value(6)) if n.has(6) else total
     scale = n.emit("mul", reshape(n, n.statistic(1), ()), n.float_attr("alpha", 1.0))
     scale = n.emit("mul", scale, _column(n, 4, columns))

@@ -54,10 +54,15 @@ def _matmul_q(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     return (np.sum(wide(sums.astype(data.dtype)) * wide(scales.astype(data.dtype)) * wide(steps)[..., None, :], -1),)
 
 
+def _matmul_bytes(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    data, weight, zero, zeros = (array.astype(np.int64) for array in x)
+    return (np.matmul(data - zero, weight - zeros).astype(np.int32),)
+
+
 def _gather_q(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     indices, table = x[0], dequantised(x[1:], a, np.dtype(np.float32))
     check_indices("gather index", indices, -len(table), len(table))
     return (table[indices],)
 
 
-RULES: dict[str, Rule] = {"matmul_q": _matmul_q, "gather_q": _gather_q}
+RULES: dict[str, Rule] = {"matmul_q": _matmul_q, "matmul_bytes": _matmul_bytes, "gather_q": _gather_q}

@@ -1,4 +1,4 @@
-"""Products by weights of 8 and 4 bits on GPUs: a thread for each element of the result.
+"""Products by weights of 8 and 4 bits, and of bytes, on GPUs: a thread for each element of the result.
 
 Limits: a thread finds the largest value of each group of its row again, and reads its weights alone. Vendor libraries
 and blocks that share a row would be faster.
@@ -76,5 +76,26 @@ def emit_matmul_q(body: DeviceBody, op: Op) -> None:
                 scaled = emit.bind(part * body.at(op.ins[2], (column, g)))
                 emit.store(sums, emit.load(sums, zero()) + scaled, zero())
             body.finish({out: (emit.bind(emit.load(sums, zero())), index)})
+
+    emit_nest(body, out.type.dims, out.type.rank - 1, point)
+
+
+def emit_matmul_bytes(body: DeviceBody, op: Op) -> None:
+    """Emit exact sums of products of bytes less their zero points."""
+    emit, (x, weight, x_zero, zeros), out = body.emit, op.ins, op.outs[0]
+
+    def less(value: Expr, nothing: Expr) -> Expr:
+        return tirx.Cast("int32", value) - tirx.Cast("int32", nothing)
+
+    def point(index: Index) -> None:
+        with body.point():
+            row, column = index[:-1], index[-1]
+            total = emit.alloc(1, "i32", "sum")
+            emit.store(total, i32(0), zero())
+            with emit.loop(x.type.dims[-1], name="k") as k, body.point():
+                left = less(body.at(x, (*row, k)), body.at(x_zero, ()))
+                right = less(body.at(weight, (k, column)), body.at(zeros, (column,)))
+                emit.store(total, emit.load(total, zero()) + left * right, zero())
+            body.finish({out: (emit.bind(emit.load(total, zero())), index)})
 
     emit_nest(body, out.type.dims, out.type.rank - 1, point)

@@ -70,11 +70,11 @@ def emit_matmul_q(body: Body, op: Op) -> None:
         scale_bytes=scale_bytes,
         has_zeros=len(op.ins) > 3,
     )
-    _QuantisedProduct(body, op, sizes).run(str(attrs["act"]))
+    QuantisedProduct(body, op, sizes).run(str(attrs["act"]))
 
 
 @dataclass(frozen=True)
-class _Rounded:
+class RoundedRows:
     """The rows of x as kernels read them: numbers, and for each group the step and the sum of numbers. With floats
     there are numbers alone."""
 
@@ -83,7 +83,7 @@ class _Rounded:
     sums: Buffer | None = None
 
 
-class _QuantisedProduct:
+class QuantisedProduct:
     """The emitter of the loops of one product."""
 
     def __init__(self, body: Body, op: Op, sizes: QuantisedSizes) -> None:
@@ -92,7 +92,7 @@ class _QuantisedProduct:
 
     def run(self, act: str) -> None:
         s, body = self.s, self.body
-        packing = QuantisedPacking(body, self.op, s)
+        packing = self._packing()
         packed = body.packed_ahead(self.op, s.size, "i32", packing.fill)
         if packed is None:
             packed = self.emit.alloc(s.size, "i32", "packed")
@@ -104,17 +104,20 @@ class _QuantisedProduct:
         kind = parallel_if(body.machine, s.rows * s.n * s.k // 8)
         with self.emit.loop(count, kind, "jo") as jo, body.point():
             last = s.n % s.lanes if not odd else 0
-            self._panels(_QuantisedTile(packed, rows, jo * wide, wide, height), last if count == 1 else None)
+            self._panels(QuantisedTile(packed, rows, jo * wide, wide, height), last if count == 1 else None)
         if odd:
             with body.point():
-                self._panels(_QuantisedTile(packed, rows, i32(count * wide), odd, height), s.n % s.lanes)
+                self._panels(QuantisedTile(packed, rows, i32(count * wide), odd, height), s.n % s.lanes)
+
+    def _packing(self) -> QuantisedPacking:
+        return QuantisedPacking(self.body, self.op, self.s)
 
     # ------------------------------------------------------------------------------ rows of x
 
     def _place(self, i: Expr) -> Index:
         return unravel(i, self.lead) if self.lead else ()
 
-    def _copied(self) -> _Rounded:
+    def _copied(self) -> RoundedRows:
         """Copy x, so that all tiles read plain numbers."""
         s, emit, x = self.s, self.emit, self.op.ins[0]
         numbers = emit.alloc(s.rows * s.k, "f32", "x")
@@ -122,21 +125,21 @@ class _QuantisedProduct:
             for c, _ in emit.spans(s.k, s.lanes, name="k"):
                 with self.body.point():
                     emit.store(numbers, self.body.at(x, (*self._place(i), c)), i * s.k + c)
-        return _Rounded(numbers)
+        return RoundedRows(numbers)
 
-    def _rounded(self) -> _Rounded:
+    def _rounded(self) -> RoundedRows:
         """Round the groups of all rows of x."""
         s, emit = self.s, self.emit
         numbers = emit.scratch(s.rows * s.k, "int8" if s.depth == 4 else "int16", "xq")
         steps = emit.alloc(s.rows * s.groups, "f32", "steps")
         sums = emit.alloc(s.rows * s.groups, "i32", "sums")
-        rounded = _Rounded(numbers, steps, sums)
+        rounded = RoundedRows(numbers, steps, sums)
         kind = parallel_if(self.body.machine, s.rows * s.k)
         with emit.loop(s.rows, kind, "i") as i, emit.loop(s.groups, SERIAL, "g") as g, self.body.point():
             self._round(rounded, i, g)
         return rounded
 
-    def _round(self, rounded: _Rounded, i: Expr, g: Expr) -> None:
+    def _round(self, rounded: RoundedRows, i: Expr, g: Expr) -> None:
         s, emit, lanes = self.s, self.emit, self.s.lanes
         values = emit.alloc(s.group, "f32", "x")
         top, spoilt = emit.alloc(lanes, "f32", "top"), emit.alloc(lanes, "f32", "spoilt")
@@ -182,7 +185,7 @@ class _QuantisedProduct:
 
     # ------------------------------------------------------------------------------ tiles
 
-    def _panels(self, tile: _QuantisedTile, last: int | None) -> None:
+    def _panels(self, tile: QuantisedTile, last: int | None) -> None:
         """Emit all rows of some panels. `last` are the columns of the last of them, 0 for a whole vector; None if that
         has to be looked at."""
         count, odd = divmod(self.s.rows, tile.height)
@@ -192,7 +195,7 @@ class _QuantisedProduct:
             with self.body.point():
                 self._tile(tile, i32(count * tile.height), odd, last)
 
-    def _tile(self, tile: _QuantisedTile, start: Expr, height: int, last: int | None) -> None:
+    def _tile(self, tile: QuantisedTile, start: Expr, height: int, last: int | None) -> None:
         s, emit, lanes = self.s, self.emit, self.s.lanes
         sums = [[emit.alloc(lanes, "f32", "acc") for _ in range(tile.wide)] for _ in range(height)]
         for row in sums:
@@ -210,7 +213,7 @@ class _QuantisedProduct:
                 emit.store(done, tirx.BufferLoad(acc, [_ramp(0, lanes)]), _ramp(at, lanes))
         self._finish(tile, start, height, done, last)
 
-    def _finish(self, tile: _QuantisedTile, start: Expr, height: int, done: Buffer, last: int | None) -> None:
+    def _finish(self, tile: QuantisedTile, start: Expr, height: int, done: Buffer, last: int | None) -> None:
         s, emit, width = self.s, self.emit, tile.wide * self.s.lanes
         out = self.op.outs[0]
 
@@ -219,7 +222,8 @@ class _QuantisedProduct:
                 for c, _ in emit.spans(columns, s.lanes):
                     with self.body.point():
                         place = (*self._place(start + row), tile.first * s.lanes + c)
-                        self.body.finish({out: (tirx.BufferLoad(done, [row * width + c]), place)})
+                        value = self._finished(tile, start + row, place[-1], tirx.BufferLoad(done, [row * width + c]))
+                        self.body.finish({out: (value, place)})
 
         if last is not None or s.n % s.lanes == 0 or s.panels % tile.wide:
             finish(width - s.lanes + last if last else width)
@@ -231,7 +235,11 @@ class _QuantisedProduct:
         with emit.when(at_end):
             finish(width - s.lanes + s.n % s.lanes)
 
-    def _whole_group(self, tile: _QuantisedTile, start: Expr, g: Expr, sums: list[list[Buffer]]) -> None:
+    def _finished(self, tile: QuantisedTile, row: Expr, column: Expr, value: Expr) -> Expr:
+        """Return an element of the product, from what was added up for it."""
+        return value
+
+    def _whole_group(self, tile: QuantisedTile, start: Expr, g: Expr, sums: list[list[Buffer]]) -> None:
         """Add up one group in whole numbers, then add it to the sums."""
         s, emit, lanes, rows = self.s, self.emit, self.s.lanes, tile.rows
         assert rows.steps is not None
@@ -243,6 +251,19 @@ class _QuantisedProduct:
             for total, at in zip(totals, places, strict=True):
                 sum_of_row = _spread(tirx.BufferLoad(rows.sums, [at]), lanes)
                 emit.store(total[v], _spread(i32(0), lanes) - zeros * sum_of_row, _ramp(0, lanes))
+
+        self._add_products(tile, start, g, totals)
+        for v in range(tile.wide):
+            scale = _kept(self.body, self._scales(tile, v, g), "s")
+            for r, at in enumerate(places):
+                whole = tirx.Cast(_f32(lanes), tirx.BufferLoad(totals[r][v], [_ramp(0, lanes)]))
+                factor = scale * _spread(tirx.BufferLoad(rows.steps, [at]), lanes)
+                acc = sums[r][v]
+                emit.store(acc, tirx.BufferLoad(acc, [_ramp(0, lanes)]) + whole * factor, _ramp(0, lanes))
+
+    def _add_products(self, tile: QuantisedTile, start: Expr, g: Expr, totals: list[list[Buffer]]) -> None:
+        """Add the products of the elements of a group to whole numbers."""
+        s, emit, lanes, rows = self.s, self.emit, self.s.lanes, tile.rows
 
         def step(k: Expr) -> None:
             """Add the products of the elements from `k` on of the group."""
@@ -256,15 +277,8 @@ class _QuantisedProduct:
                         emit.store(total[v], self._dot(total[v], b, factor), _ramp(0, lanes))
 
         self._steps(step)
-        for v in range(tile.wide):
-            scale = _kept(self.body, self._scales(tile, v, g), "s")
-            for r, at in enumerate(places):
-                whole = tirx.Cast(_f32(lanes), tirx.BufferLoad(totals[r][v], [_ramp(0, lanes)]))
-                factor = scale * _spread(tirx.BufferLoad(rows.steps, [at]), lanes)
-                acc = sums[r][v]
-                emit.store(acc, tirx.BufferLoad(acc, [_ramp(0, lanes)]) + whole * factor, _ramp(0, lanes))
 
-    def _float_group(self, tile: _QuantisedTile, start: Expr, g: Expr, sums: list[list[Buffer]]) -> None:
+    def _float_group(self, tile: QuantisedTile, start: Expr, g: Expr, sums: list[list[Buffer]]) -> None:
         """Add up the products of x and the weight less its zero, then add them to the sums, times the scale."""
         s, emit, lanes = self.s, self.emit, self.s.lanes
         totals = [[emit.alloc(lanes, "f32", "n") for _ in range(tile.wide)] for _ in sums]
@@ -306,7 +320,7 @@ class _QuantisedProduct:
 
     # ------------------------------------------------------------------------------ vectors
 
-    def _bytes(self, tile: _QuantisedTile, v: int, k: Expr) -> list[Expr]:
+    def _bytes(self, tile: QuantisedTile, v: int, k: Expr) -> list[Expr]:
         """Load the packed elements from `k` on of a panel, as words: one vector, or one of low and one of high
         halves."""
         s = self.s
@@ -349,7 +363,7 @@ class _QuantisedProduct:
             lanes = tirx.Cast(f"int32x{s.lanes}", tirx.reinterpret(f"uint16x{s.lanes}", words))
         return lanes >> _spread(i32(8 * d), s.lanes) if d else lanes
 
-    def _scales(self, tile: _QuantisedTile, v: int, g: Expr) -> Expr:
+    def _scales(self, tile: QuantisedTile, v: int, g: Expr) -> Expr:
         s = self.s
         at = s.scales_at + ((tile.first + v) * s.groups + g) * s.scale_words
         words = tirx.BufferLoad(tile.packed, [_ramp(at, s.scale_words)])
@@ -357,7 +371,7 @@ class _QuantisedProduct:
             return tirx.reinterpret(_f32(s.lanes), words)
         return tirx.Cast(_f32(s.lanes), tirx.reinterpret(f"float16x{s.lanes}", words))
 
-    def _zeros(self, tile: _QuantisedTile, v: int, g: Expr) -> Expr:
+    def _zeros(self, tile: QuantisedTile, v: int, g: Expr) -> Expr:
         """Return the zeros of a group of packed elements."""
         s = self.s
         if not s.has_zeros:
@@ -369,11 +383,11 @@ class _QuantisedProduct:
 
 
 @dataclass(frozen=True)
-class _QuantisedTile:
+class QuantisedTile:
     """Some panels beside each other, from number `first` on, and the rows in tiles of `height`."""
 
     packed: Buffer
-    rows: _Rounded
+    rows: RoundedRows
     first: Expr
     wide: int
     height: int

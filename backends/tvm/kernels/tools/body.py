@@ -444,7 +444,8 @@ class Body:
 
     def sources(self, op: Op) -> tuple[Value, ...]:
         """Return the stored values that the weight of an operation is made of."""
-        return tuple(dict.fromkeys(self.source(v) for v in op.ins[1:]))
+        weight = op.ins[1:2] if op.kind == "matmul_bytes" else op.ins[1:]
+        return tuple(dict.fromkeys(self.source(v) for v in weight))
 
     def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
         """Return the weight of `op` packed ahead of the kernel, `size` elements that `fill` writes from its operands
