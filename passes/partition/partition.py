@@ -5,12 +5,11 @@ In: graph F (and B and U when training), and a cluster. Out: the same operations
 the cluster, or on the devices that `devices` names for it. These share the microbatches of a batch, and each has a copy
 of the stage's variables. With a `mesh` teams of them do (devices.py): then an operation takes the time of its part.
 
-The operations of F, in their order, are cut into `stages` contiguous ranges. Let comp(i, j, s) be the time of
-operations i..j-1 and their backward operations on device s. Let comm(i, s) be the time to send the values that cross
-the cut before operation i between devices s-1 and s: activations forward, their gradients back. A dynamic programme
-finds the cuts that minimise
-
-    max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
+The operations of F, in their order, are cut into `stages` contiguous ranges, so that a microbatch takes the shortest
+time (cuts.py). Where the pipeline drains after each batch, that is a sum, the largest of all stages: the seconds of a
+stage, forward and backward, and those of the values that cross the cut in front of it. These are activations, and their
+gradients on the way back. Under schedules that never drain (2bw, eager-2bw) messages travel during computations. There
+the slowest stage counts, the busiest link, and the round trips that forwards in hand wait for.
 
 Then the same costs price sets of operations that are no ranges, but depend forward only (ideals.py). Faster sets
 replace the ranges. So branches whose operations take turns in the graph need not be cut across. With `split_at` or
@@ -39,39 +38,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, repeat
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
-
-from penstock.ir.action_kinds import BACKWARD
-from penstock.ir.cluster.cluster import Cluster, Device, Link
+from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import BUFFER, CACHE, GRAD, PARAM, STATE, Graph, Module, Namer, Op, Stage, Value, Var
 from penstock.ir.liveness import from_state_alone
 from penstock.ir.ops import OPS
-from penstock.passes.communicate.wire import travelling
-from penstock.passes.costs.prices import GraphCost, Transfer, cost, shown_seconds
+from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.schedules.dealing import shares_of
+from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.errors import UsageError
-from penstock.support.words import counted, itemised, meant, shown_bytes
+from penstock.support.words import counted, shown_bytes
 
 from .chain import (
     chain_of,
-    crossing_bytes,
     forward_graph,
-    moving_spans,
-    moving_users,
     params_behind,
-    positions_of,
     readers,
-    tied_bytes,
 )
+from .chain_costs import ChainCosts
+from .cuts import CutSearch, by_operation, extra_seconds, given_cuts
 from .devices import StageDevices, mesh_axes, on_one_device, placed_packs
-from .ideals import OperationWork, better_stages
-from .memory import Outlook, StageNeeds, needs_of
-
-Array = npt.NDArray[np.float64]
+from .ideals import better_stages
+from .judging import judge_of, refined
+from .memory import Outlook, needs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +111,34 @@ def partition(module: Module, options: PartitionOptions) -> Module:
             hint="ask for fewer stages",
         )
     shares = shares_of(options.shares, [len(group) for group in devices], options.microbatches)
-    costs = _Costs(module, chain, devices, shares, cluster, options.wire)
+    costs = ChainCosts(module, chain, devices, shares, cluster, options.wire)
     if options.split_at:
-        stages = _by_operation(_given_cuts(costs, options.split_at), len(chain))
+        stages = by_operation(given_cuts(costs, options.split_at), len(chain))
         return _annotate(whole.but(cluster=cluster), placed, costs, stages)
-    stages = _chosen(costs, count, options.only_at, None)
+    kind = SCHEDULES.get(options.schedule)
+    # The terms for messages during computations, and the simulations, take a rank for a stage.
+    hides = kind is not None and kind.delay > 0 and options.packs == 1
+    free = CutSearch(costs, count, options.only_at, None, kind.eagerness if kind is not None and hides else 0)
+    names = [group[0].name for group in devices if len(group) == 1]
+
+    def chosen(search: CutSearch) -> list[int]:
+        stages = _chosen(search)
+        if not stages or count == 1 or len(names) < count or axes or options.packs > 1:
+            return stages
+        judge = judge_of(search, options.schedule, options.microbatches, names, cluster)
+        return refined(search, stages, judge, count * options.microbatches)
+
+    stages = chosen(free)
     reading = readers(chain, costs.params)
     outlook = Outlook(options.schedule, options.recompute, options.wire)
     needs = needs_of(module, chain, reading, devices, shares, costs.forward, outlook)
     # Where all stages fit as they are, nothing else is as fast.
-    fitting = (
-        _chosen(costs, count, options.only_at, needs) if needs is not None and any(_extra(needs, count, stages)) else []
-    )
+    fits = needs is None or not any(extra_seconds(needs, s, stages) for s in range(count))
+    fitting = [] if fits else chosen(replace(free, needs=needs))
     annotated = _annotate(whole.but(cluster=cluster), placed, costs, fitting or stages)
     if not fitting or fitting == stages:
         return annotated
-    slower, faster = (
-        shown_seconds(max(sum(costs.of_stage(s, cut)) for s in range(count))) for cut in (fitting, stages)
-    )
+    slower, faster = (shown_seconds(free.step(cut)) for cut in (fitting, stages))
     return annotated.noted(
         "partition",
         f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, "
@@ -146,229 +146,25 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     )
 
 
-def _by_operation(cuts: Sequence[int], count: int) -> list[int]:
-    return [s for s, (a, b) in enumerate(pairwise([*cuts, count])) for _ in range(a, b)]
-
-
-def _extra(needs: StageNeeds, count: int, stages: Sequence[int]) -> list[float]:
-    """Return the seconds that memory costs each stage."""
-    return [needs.extra(s, {i for i, stage in enumerate(stages) if stage == s}) for s in range(count)]
-
-
-def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds | None) -> list[int]:
+def _chosen(search: CutSearch) -> list[int]:
     """Return the stage of every operation, by the best ranges or by better sets. It is empty where memory is too small
     for all ranges."""
-
-    def slowest(stages: Sequence[int]) -> float:
-        extra = _extra(needs, count, stages) if needs is not None else [0.0] * count
-        return max(sum(costs.of_stage(s, stages)) + extra[s] for s in range(count))
-
-    cuts = _best_cuts(costs, count, only_at, needs)
+    cuts = search.best()
     if not cuts:
         return []
-    stages = _by_operation(cuts, len(costs.chain))
-    if only_at or count == 1:
+    stages = by_operation(cuts, len(search.costs.chain))
+    if search.only_at or search.count == 1:
         return stages
-    value = slowest(stages)
-    sets = better_stages(costs.work(), cuts, value)
-    return sets if sets and (needs is None or slowest(sets) < value) else stages
-
-
-# ------------------------------------------------------------------------------------------------ costs
-
-
-def _slowest_seconds(
-    module: Module,
-    index: Mapping[Value, int],
-    count: int,
-    devices: Sequence[Sequence[Device]],
-    shares: Sequence[Sequence[int]],
-) -> list[list[Array]]:
-    """Return for every stage the seconds of each of `count` operations in the forward graph and in the backward graph.
-    Of several devices the slowest for its share of the whole model counts. `index` has the operation that makes a
-    value."""
-    forward, backward = forward_graph(module), module.graphs.get(BACKWARD)
-    microbatches, position = sum(shares[0]), {v.name: i for v, i in index.items()}
-    places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
-    if backward is not None:
-        where = [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops]
-        places.append((GraphCost(backward), where))
-
-    def work(device: Device, share: int) -> list[Array]:
-        times = [np.zeros(count) for _ in places]
-        for seconds, (graph, where) in zip(times, places, strict=True):
-            for i, spent in zip(where, graph.op_seconds(device), strict=True):
-                if i is not None:
-                    seconds[i] += spent * (share / microbatches)
-        return times
-
-    return [
-        max(map(work, *pair), key=lambda times: float(sum(map(np.sum, times))))
-        for pair in zip(devices, shares, strict=True)
-    ]
-
-
-def _backward_edges(backward: Graph, index: Mapping[Value, int]) -> set[tuple[int, int]]:
-    """Return edges between operations of which the backward of one reads what the other, or its backward, makes. Where
-    tensors are split, an operation may itself read another view than its backward, so that nothing else orders the
-    two. `index` has the operation that makes a value."""
-    position = {v.name: i for v, i in index.items()}
-    # The operations behind each value of the backward graph; sums of gradients belong to none.
-    behind: dict[str, frozenset[int]] = {}
-    edges = set()
-    for op in backward.ops:
-        user = position.get(str(op.attrs.get("of", "")))
-        sources = frozenset[int]().union(*(behind.get(v.name, frozenset()) for v in op.ins))
-        if user is not None:
-            saved = {i for v in op.ins if (i := position.get(v.name, user)) < user}
-            edges |= {(min(i, user), max(i, user)) for i in sources | saved if i != user}
-            sources = frozenset({user})
-        behind |= dict.fromkeys((v.name for v in op.outs), sources)
-    return edges
-
-
-class _Costs:
-    """Prefix sums of operation times per stage, and transfer times per cut and pair of neighbours."""
-
-    def __init__(
-        self,
-        module: Module,
-        chain: Sequence[Op],
-        devices: Sequence[Sequence[Device]],
-        shares: Sequence[Sequence[int]],
-        cluster: Cluster,
-        wire: str,
-    ) -> None:
-        self.chain = chain
-        microbatches = sum(shares[0])
-        index = {v: i for i, op in enumerate(chain) for v in op.outs}
-        self.params = params_behind(module)
-        backward = module.graphs.get(BACKWARD)
-        slowest = _slowest_seconds(module, index, len(chain), devices, shares)
-        self.forward = [seconds[0] for seconds in slowest]
-        self.before = [np.concatenate([[0.0], np.cumsum(sum(seconds))]) for seconds in slowest]
-        trips = 2 if backward is not None else 1
-        crossing = crossing_bytes(chain, wire) * trips
-        if backward is not None:
-            crossing += tied_bytes(module, chain, self.params) * (2.0 / microbatches)
-        self._trips, self._links = trips, [(0.0, list[Link]())]
-        for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
-            links = [cluster.message_link(x.name, y.name) for x in senders for y in receivers if x.name != y.name]
-            self._links.append((max(*a, *b) / microbatches if max(len(a), len(b)) > 1 else 1.0, links))
-        self.transfer = [
-            np.array([self.travel(stage, float(n)) if stage else 0.0 for n in crossing])
-            for stage in range(len(devices))
-        ]
-        users: dict[Value, set[int]] = {}
-        for i, op in enumerate(chain):
-            for value in op.ins:
-                if value in index:
-                    users.setdefault(value, {index[value]}).add(i)
-        self._values = [(frozenset(where), travelling(v.type, wire) * float(trips)) for v, where in users.items()]
-        self._edges = [(index[v], i) for v, where in users.items() for i in where if i != index[v]]
-        if backward is not None:
-            if any(op.kind == "reshard" for graph in (forward_graph(module), backward) for op in graph.ops):
-                self._edges += sorted(_backward_edges(backward, index) - set(self._edges))
-            self._values += [
-                (frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches)
-                for n, where in readers(chain, self.params).items()
-            ]
-
-    def travel(self, stage: int, count: float) -> float:
-        """Return the seconds for so many bytes between a stage and the one before it."""
-        part, links = self._links[stage]
-        return (
-            part * max(cost(Transfer(count, self._trips), link).seconds for link in links)
-            if count > 0 and links
-            else 0.0
-        )
-
-    def work(self) -> OperationWork:
-        """Return the work of all operations without an order."""
-        together = [users for _, users in sorted(moving_users(self.chain).items())]
-        return OperationWork(
-            [np.diff(before) for before in self.before], self._edges, together, self._values, self.travel
-        )
-
-    def of_stage(self, stage: int, stages: Sequence[int]) -> tuple[float, float]:
-        """Compute and transfer seconds of one stage, where every operation has one."""
-        seconds = np.diff(self.before[stage])
-        parted = [n for where, n in self._values if len({stages[i] >= stage for i in where}) > 1]
-        return float(sum(seconds[i] for i, s in enumerate(stages) if s == stage)), self.travel(
-            stage, sum(parted)
-        ) if stage else 0.0
-
-
-# ------------------------------------------------------------------------------------------------ the search
-
-
-def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: StageNeeds | None) -> list[int]:
-    """Return the first operation of every stage, or nothing where no choice fits. best[s, j] is the smallest bottleneck
-    of the first j operations over stages 0 .. s."""
-    n = len(costs.chain)
-    allowed = np.full(n + 1, not only_at)
-    if only_at:
-        position = _known_positions(costs.chain, only_at)
-        allowed[[position[name] for name in only_at]] = True
-    for first, last in moving_spans(costs.chain).values():
-        allowed[first + 1 : last + 1] = False
-    starts = [np.where(allowed, costs.transfer[s] - costs.before[s], np.inf) for s in range(count)]
-    best, choice = np.full((count, n + 1), np.inf), np.zeros((count, n + 1), dtype=np.int64)
-    for j, more in enumerate(repeat(None, n) if needs is None else needs.rows(), 1):
-        best[0, j] = costs.before[0][j] + (more[0][0] if more is not None else 0.0)
-        for stage in range(1, min(count, j)):
-            load = costs.before[stage][j] + starts[stage][stage:j]
-            if more is not None:
-                load = load + more[stage][stage:]
-            bottleneck = np.maximum(best[stage - 1, stage:j], load)
-            k = int(np.argmin(bottleneck))
-            best[stage, j], choice[stage, j] = bottleneck[k], stage + k
-    if not np.isfinite(best[-1, n]):
-        if needs is not None:
-            return []
-        raise UsageError(
-            f"{count} stages cannot all start at the places that are given",
-            hint="ask for fewer stages, or give more places",
-        )
-    cuts = [n]
-    for stage in reversed(range(1, count)):
-        cuts.append(int(choice[stage, cuts[-1]]))
-    return [0, *reversed(cuts[1:])]
-
-
-def _given_cuts(costs: _Costs, split_at: Sequence[str]) -> list[int]:
-    position = _known_positions(costs.chain, split_at)
-    problems, starts, spans = [], {0: "the first operation of the model"}, moving_spans(costs.chain)
-    for name in split_at:
-        cut = position[name]
-        if cut in starts:
-            again = "is given twice" if starts[cut] == repr(name) else f"names the same operation as {starts[cut]}"
-            problems.append(f"{name!r} {again}")
-        apart = [variable for variable, (first, last) in spans.items() if first < cut <= last]
-        if apart:
-            problems.append(f"before {name!r} @{apart[0]} is read, and behind it written: it can be on one stage only")
-        starts.setdefault(cut, repr(name))
-    if problems:
-        raise UsageError("cannot split there:" + itemised(problems))
-    return sorted(starts)
-
-
-def _known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int]:
-    position = positions_of(chain)
-    unknown = [name for name in names if name not in position]
-    if unknown:
-        listed = "with `--dump-ir dumps`, `penstock inspect dumps/00_input.ir --op .` lists those there are"
-        raise UsageError(
-            f"no value or node named {', '.join(map(repr, unknown))} to split at",
-            hint=" ".join(filter(None, [*(meant(name, position) for name in unknown[:1]), listed])),
-        )
-    return position
+    # Sets are looked for by sums of computations and transfers, which no other term is above.
+    value = search.step(stages)
+    sets = better_stages(search.costs.work(), cuts, value)
+    return sets if sets and (search.needs is None or search.step(sets) < value) else stages
 
 
 # ------------------------------------------------------------------------------------------------ writing it down
 
 
-def _annotate(module: Module, placed: StageDevices, costs: _Costs, stages: Sequence[int]) -> Module:
+def _annotate(module: Module, placed: StageDevices, costs: ChainCosts, stages: Sequence[int]) -> Module:
     """Write stages on operations and variables: those of the chain, and of what follows them."""
     forward, devices = forward_graph(module), placed.groups
     stage_of = {id(op): stage for op, stage in zip(chain_of(module), stages, strict=True)}

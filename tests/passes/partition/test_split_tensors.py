@@ -7,7 +7,7 @@ import torch
 from oracles import torch_modules
 
 import penstock as ps
-from penstock.passes.partition import partition as partition_pass
+from penstock.passes.partition import chain_costs
 from penstock.passes.sharding import resolve
 from penstock.support.errors import VerifyError
 
@@ -29,7 +29,7 @@ def test_no_stage_waits_for_itself_through_views_that_lie_otherwise(tp: int) -> 
 def test_control_without_edges_between_backward_operations_stages_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(partition_pass, "_backward_edges", lambda backward, index: set())
+    monkeypatch.setattr(chain_costs, "backward_edges", lambda backward, index: set())
     with pytest.raises(VerifyError, match="deadlock"):
         stages_of(3)
 
