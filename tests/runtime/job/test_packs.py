@@ -15,6 +15,7 @@ from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.cluster import Cluster
 from penstock.models import write_mlp
 from penstock.support.errors import PeerLost
+from penstock.verification.checks import delay_of
 
 M = 4
 
@@ -46,7 +47,9 @@ def same(one, other):
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_packs_train_as_a_device_per_stage_does(mlp, tmp_path, schedule):
     whole = trained(compiled(mlp, tmp_path / "whole", "1f1b", 4))
-    same(trained(compiled(mlp, tmp_path / "packs", schedule, 2, 2)), whole)
+    packed = compiled(mlp, tmp_path / "packs", schedule, 2, 2)
+    same(trained(packed), whole)
+    assert delay_of(open_bundle(packed).module) == 0
 
 
 def test_packs_train_over_gloo(mlp, tmp_path, monkeypatch):

@@ -88,14 +88,12 @@ def _sums(module: Module, action: Action) -> str:
 
 
 def _sends(module: Module, action: Action) -> str:
-    assert action.peer is not None
-    ends = action.stage, module.rank_stages()[action.peer]
+    ends = action.stage, action.other(module.rank_stages())
     return f"send to rank {action.peer}: {_message(module, action, *ends)}"
 
 
 def _receives(module: Module, action: Action) -> str:
-    assert action.peer is not None
-    ends = module.rank_stages()[action.peer], action.stage
+    ends = action.other(module.rank_stages()), action.stage
     return f"receive from rank {action.peer}: {_message(module, action, *ends)}"
 
 
