@@ -96,7 +96,8 @@ ROWS = (
         _matmul_bytes,
         "exact sums of (x - zero) * (weight - zeros) along k in 32 bits, from (x [..., k], weight [k, n], zero, "
         "zeros [n]), bytes with or without sign",
-        dims="a... k+, k+ n, , n -> a... n",
+        # Terms stay whole: zeros that fill a part up would count as numbers less their zero points.
+        dims="a... k^, k^ n, , n -> a... n",
         flops=_flops,
     ),
     row(
