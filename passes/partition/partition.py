@@ -8,8 +8,8 @@ of the stage's variables. With a `mesh` teams of them do (devices.py): then an o
 The operations of F, in their order, are cut into `stages` contiguous ranges, so that a microbatch takes the shortest
 time (cuts.py). Where the pipeline drains after each batch, that is a sum, the largest of all stages: the seconds of a
 stage, forward and backward, and those of the values that cross the cut in front of it. These are activations, and their
-gradients on the way back. Under schedules that never drain (2bw, eager-2bw) messages travel during computations. There
-the slowest stage counts, the busiest link, and the round trips that forwards in hand wait for.
+gradients on the way back. Between hosts, schedules that never drain (2bw, eager-2bw) let messages travel during
+computations. There the slowest stage counts, the busiest link, and the round trips that forwards in hand wait for.
 
 Then the same costs price sets of operations that are no ranges, but depend forward only (ideals.py). Faster sets
 replace the ranges. So branches whose operations take turns in the graph need not be cut across. With `split_at` or
@@ -116,14 +116,15 @@ def partition(module: Module, options: PartitionOptions) -> Module:
         stages = by_operation(given_cuts(costs, options.split_at), len(chain))
         return _annotate(whole.but(cluster=cluster), placed, costs, stages)
     kind = SCHEDULES.get(options.schedule)
-    # The terms for messages during computations, and the simulations, take a rank for a stage.
-    hides = kind is not None and kind.delay > 0 and options.packs == 1
+    # Messages count for themselves between hosts. Their terms, and the simulations, take a rank for a stage.
+    apart = len({device.host for group in devices for device in group}) > 1 and options.packs == 1
+    hides = kind is not None and kind.delay > 0 and apart
     free = CutSearch(costs, count, options.only_at, None, kind.eagerness if kind is not None and hides else 0)
     names = [group[0].name for group in devices if len(group) == 1]
 
     def chosen(search: CutSearch) -> list[int]:
         stages = _chosen(search)
-        if not stages or count == 1 or len(names) < count or axes or options.packs > 1:
+        if not stages or not apart or len(names) < count or axes:
             return stages
         judge = judge_of(search, options.schedule, options.microbatches, names, cluster)
         return refined(search, stages, judge, count * options.microbatches)

@@ -71,6 +71,7 @@ class PlanOptions:
         "no more bytes, 2 and 3 exchange in every microbatch (default: 0)",
         check=LEVEL,
         shown="LEVEL",
+        rare=True,
     )
     precision: str | None = setting(
         None,

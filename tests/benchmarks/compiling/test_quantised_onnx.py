@@ -31,7 +31,7 @@ def test_a_layer_of_bytes_gives_the_numbers_of_onnxruntime(tmp_path: Path) -> No
     assert sum(op.kind == "matmul_bytes" for op in main.ops) == 2
     (meant,) = run_graph(main, [x], DictStore(imported.weights))
     np.testing.assert_allclose(meant, right, rtol=0, atol=TOLERANCE)
-    plan = ps.plan(ps.from_onnx(path), ps.Cluster.local(1))
+    plan = ps.plan(ps.from_onnx(path), ps.Cluster.local(1, [1]))
     compiled = ps.load(ps.compile(plan, tmp_path / "bundle"))({"x": x})["y"]
     np.testing.assert_allclose(compiled, right, rtol=0, atol=TOLERANCE)
     wrong = {name: np.roll(w, 1) if name == "up_scale" else w for name, w in imported.weights.items()}

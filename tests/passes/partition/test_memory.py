@@ -16,8 +16,6 @@ from penstock.ir.graph import Module, Op
 from penstock.ir.memory.predict import measure_memory
 from penstock.passes.costs.prices import op_seconds
 from penstock.passes.manager import Call, run_passes
-from penstock.passes.partition import partition as partition_pass
-from penstock.passes.partition.cuts import CutSearch
 from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.support.errors import DoesNotFit
@@ -102,11 +100,7 @@ def test_cuts_are_the_best_that_fit(
 ) -> None:
     module = differentiate(model).but(cluster=cluster_of(*map(list, zip(*devices, strict=True))))  # type: ignore[arg-type]
     options = PartitionOptions(microbatches=MICROBATCHES, schedule=schedule, recompute=recompute)
-    with pytest.MonkeyPatch.context() as patch:
-        # The sum of a stage's seconds and its transfers, as it is and without simulations.
-        patch.setattr(partition_pass, "CutSearch", lambda *options: replace(CutSearch(*options), eagerness=0))
-        patch.setattr(partition_pass, "refined", lambda search, stages, *rest: stages)
-        found = stages_of(partition(module, options), "F")
+    found = stages_of(partition(module, options), "F")
     order = [found[op.outs[0].name] for op in chain_in(module)]
     tried = {cuts: value for value, cuts in values(module, len(devices), schedule, recompute)}
     best = min(tried.values())
