@@ -7,7 +7,8 @@ In: an ONNX model whose dimensions have names, the sizes of those that stay, and
 
 Out: for every size the seconds of one call, the larger of both errors against onnxruntime, and how many compilers ran
 meanwhile. Both bundles are called in turn, and the median of five such pairs counts. Results are kept in the file: a
-run that was ended goes on where it was. `--short` measures few sizes. `resnet50` is written by the program itself.
+run that was ended goes on where it was. `--short` measures few sizes, and `--sizes 9,17,100` these alone. `resnet50` is
+written by the program itself.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="penstock-rungs-"))
     model = write_resnet(folder / "resnet50.onnx") if arguments.model == "resnet50" else Path(arguments.model)
@@ -59,7 +61,8 @@ def measure(
     """Measure each size, and write the results after each."""
     ((name, bound),) = [(name, size) for name, size in dims.items() if not isinstance(size, int)]
     sizes = range(1, bound.most + 1) if name == "batch" else range(min(8, bound.most), bound.most + 1)
-    chosen = sorted({max(sizes[0], round(share * bound.most)) for share in SHARES}) if arguments.short else list(sizes)
+    short = sorted({max(sizes[0], round(share * bound.most)) for share in SHARES})
+    chosen = arguments.sizes or (short if arguments.short else list(sizes))
     left = [size for size in chosen if str(size) not in results]
     if not left:
         return

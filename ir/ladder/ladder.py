@@ -1,13 +1,15 @@
 """The ladder: programs of one model at several sizes, and the choice among them for a request.
 
 In: what stands on each rung, with the sizes it was made for. Out: the smallest rung that holds the sizes of a request
-(`fit`), or the rungs that take its rows one after the other (`pieces`), by the time that each takes.
+(`fit`), or the rungs that take its rows one after the other (`pieces`), by the time that each takes. `priced_sizes`
+chooses rungs for sizes that are filled up: each is predicted to take at most so many times as long as those below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Generic, TypeVar
 
@@ -94,3 +96,34 @@ def grown_sizes(most: int, step: Callable[[int], int]) -> tuple[int, ...]:
     while sizes[-1] < most:
         sizes.append(step(sizes[-1]))
     return (*(size for size in sizes if size < most), most)
+
+
+def priced_sizes(least: int, most: int, seconds: Mapping[int, float], worst: float) -> tuple[int, ...]:
+    """Return sizes from `least` up to `most`, so few that filling up to the next one takes at most `worst` times as
+    long. `seconds` are those of some sizes, `least` and `most` among them; between two the time grows evenly. No size
+    is more than one and a half times the one before: time that does not grow is a guess. Of all sizes that may follow
+    the one of most factors 2 is taken, as kernels like it."""
+    sizes = [least]
+    while sizes[-1] < most:
+        last = sizes[-1]
+        limit = worst * _between(seconds, last + 1)
+        following = [last + 1]
+        while following[-1] < min(most, last + last // 2) and _between(seconds, following[-1] + 1) <= limit:
+            following.append(following[-1] + 1)
+        sizes.append(most if following[-1] == most else max(following, key=lambda n: (n & -n, n)))
+    return tuple(sizes)
+
+
+def filling(seconds: Mapping[int, float]) -> float:
+    """Return how many times as long the size after a rung takes, at most, when it is filled up to the next rung.
+    `seconds` are those of the rungs; between two the time grows evenly."""
+    sizes = sorted(seconds)
+    return max((seconds[b] / _between(seconds, a + 1) for a, b in pairwise(sizes)), default=1.0)
+
+
+def _between(seconds: Mapping[int, float], size: int) -> float:
+    """Return the time of a size between two that are known."""
+    above = min(n for n in seconds if n >= size)
+    below = max((n for n in seconds if n <= size), default=above)
+    share = (size - below) / (above - below) if above > below else 0.0
+    return seconds[below] + share * (seconds[above] - seconds[below])

@@ -27,8 +27,8 @@ _PLACE = re.compile(r"%(.+)\[(\d+)\]")
 @dataclass(frozen=True, slots=True)
 class BoundOptions:
     """Options of `bound`. `size` is that of this module along dimension `name`. `inputs` and `outputs` are places of
-    it, `%ids[1]`; `grown` are places in values of which no operand has it. `rows` promises that rows do not see each
-    other."""
+    it, `%ids[1]`; `grown` are places in values of which no operand has it; `ends` are results of slices that take the
+    last element along it. `rows` promises that rows do not see each other."""
 
     name: str
     size: int
@@ -36,6 +36,7 @@ class BoundOptions:
     outputs: tuple[str, ...] = ()
     grown: tuple[str, ...] = ()
     rows: bool = False
+    ends: tuple[str, ...] = ()
 
 
 def bound(module: Module, options: BoundOptions) -> Module:
@@ -52,12 +53,12 @@ def bound(module: Module, options: BoundOptions) -> Module:
     module = module.but(bounds=(*module.bounds, line))
     if options.size == 1 or options.rows:
         return module
-    walk = LengthWalk(module.graphs["main"], options.name, options.size, inputs, grown)
+    walk = LengthWalk(module.graphs["main"], options.name, options.size, inputs, grown, ends=options.ends)
     graph = walk.run()
     if walk.mixes and not walk.problems:
         # Padding that was finite once stays so, in most models, and needs no other mask.
-        walk = LengthWalk(module.graphs["main"], options.name, options.size, inputs, grown, clean=True)
-        graph = walk.run()
+        walk = LengthWalk(module.graphs["main"], options.name, options.size, inputs, grown, ends=options.ends)
+        graph = walk.run(clean=True)
     if walk.problems:
         raise cannot_bound(options.name, walk.problems)
     return _with_graph(module, graph, walk)

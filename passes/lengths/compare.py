@@ -1,7 +1,8 @@
 """The comparison of one model at two sizes: where a bounded dimension begins, and what the size is used for besides.
 
 In: graphs of a model that differ in the size along one dimension. Out: `grown`, the dimensions of results that follow
-the size although no operand has them, and problems: numbers, tables and variables that depend on the size.
+the size although no operand has them; `ends`, the slices that take the last element; and problems: numbers, tables and
+variables that depend on the size.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from .walk import LengthWalk
 @dataclass
 class SizeFindings:
     """The findings of a comparison. `dims` are the dimensions of every value that follow the size, `grown` those that
-    no operand has; `rows` says that rows do not see each other."""
+    no operand has; `ends` are results of slices that take the last element; `rows` says that rows do not see each
+    other."""
 
     dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     grown: dict[str, tuple[int, ...]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     rows: bool = False
+    ends: tuple[str, ...] = ()
 
 
 def alike(a: Graph, b: Graph) -> bool:
@@ -40,6 +43,14 @@ def alike(a: Graph, b: Graph) -> bool:
         and [v.name for v in x.outs] == [v.name for v in y.outs]
         for x, y in zip(a.ops, b.ops, strict=True)
     )
+
+
+def first_difference(a: Graph, b: Graph) -> str:
+    """Return the first operation of a graph that another one has not at its place, or the number of them."""
+    for x, y in zip(a.ops, b.ops, strict=False):
+        if x.kind != y.kind or [v.name for v in (*x.ins, *x.outs)] != [v.name for v in (*y.ins, *y.outs)]:
+            return f"{x.kind} {x.loc or '%' + x.outs[0].name}, there {y.kind} {y.loc or '%' + y.outs[0].name}"
+    return f"{len(a.ops)} operations, there {len(b.ops)}"
 
 
 def compare(
@@ -55,10 +66,12 @@ def compare(
                 findings.problems.append(f"{where}: {problem}")
             if dims:
                 findings.dims[value.name] = dims
-        if problem := _numbers(op, also, findings.dims, name):
+        if _takes_last(op, also):
+            findings.ends = (*findings.ends, op.outs[0].name)
+        elif problem := _numbers(op, also, findings.dims, name):
             findings.problems.append(f"{where}: {problem}")
     if not findings.problems:
-        walk = LengthWalk(graph, name, sizes[0], places, findings.grown, expected=findings.dims)
+        walk = LengthWalk(graph, name, sizes[0], places, findings.grown, expected=findings.dims, ends=findings.ends)
         walk.run()
         findings.problems += walk.problems
         findings.rows = not walk.mixes
@@ -72,9 +85,21 @@ def by_name(
     of equal names follow the size alike."""
     values = {value.name for op in graph.ops for value in op.outs}
     dims = {value: listed for value, listed in findings.dims.items() if value in values}
-    walk = LengthWalk(graph, name, size, places, {}, expected=dims, by_name=True)
+    walk = LengthWalk(graph, name, size, places, {}, expected=dims, by_name=True, ends=findings.ends)
     walk.run()
-    return SizeFindings(dims, walk.grown, walk.problems, findings.rows and not walk.mixes)
+    return SizeFindings(dims, walk.grown, walk.problems, findings.rows and not walk.mixes, findings.ends)
+
+
+def _takes_last(op: Op, other: Op) -> bool:
+    """Return whether a slice takes the last element of a dimension at both sizes, and follows no size besides."""
+    if op.kind != "slice":
+        return False
+    ours, theirs = (
+        list(zip(ints(x.attrs["start"]), ints(x.attrs["stop"]), ints(x.attrs["step"]), x.ins[0].type.dims, strict=True))
+        for x in (op, other)
+    )
+    moved = [(a, b) for a, b in zip(ours, theirs, strict=True) if a[0] != b[0]]
+    return len(moved) == 1 and all(stop == n == start + 1 for start, stop, _, n in moved[0])
 
 
 def _following(a: TensorType, b: TensorType, name: str, sizes: tuple[int, int]) -> tuple[tuple[int, ...], str]:
@@ -103,6 +128,8 @@ def _numbers(op: Op, other: Op, dims: Mapping[str, tuple[int, ...]], name: str) 
             if set(moved) <= set(dims.get(op.outs[0].name, ())):
                 continue
             return f"takes elements up to an end that follows {name}"
+        if op.kind == "slice" and key == "start":
+            return f"takes elements that are counted from the end of {name}, and not the last one alone"
         if op.kind == "const" and key == "value" and _begins_alike(a, b, op.outs[0], other.outs[0]):
             continue
         return f"uses {name} as a number: its {key} is {_short(a)} or {_short(b)}"

@@ -119,6 +119,22 @@ def _gather(b: MaskWriter, op: Op, dims: list[int]) -> str | None:
     return None
 
 
+def last(b: MaskWriter, op: Op, dim: int) -> str | None:
+    """Write a slice that takes the last element along a dimension: the last of the request."""
+    if b.blocks_of(op.ins[0], dim) > 1:
+        return "takes the last element of several blocks"
+    x, attrs = op.ins[0], complete_attrs(op)
+    n = x.type.dims[dim]
+    start, stop, step = (list(ints(attrs[key])) for key in ("start", "stop", "step"))
+    start[dim], stop[dim], step[dim] = 0, n, 1
+    if (start, stop, step) != ([0] * x.type.rank, list(x.type.dims), [1] * x.type.rank):
+        x = b.emit("slice", x, start=tuple(start), stop=tuple(stop), step=tuple(step))
+    place = b.emit("sub", b.count(n // b.size), b.number(1, "i64"))
+    row = b.emit("gather", x, place, axis=dim)
+    b.emit("reshape", row, name=op.outs[0].name, shape=op.outs[0].type.dims)
+    return None
+
+
 def _argmax(b: MaskWriter, op: Op, dims: list[int]) -> str | None:
     if b.blocks_of(op.ins[0], dims[0]) > 1:
         return "gives places in several blocks"

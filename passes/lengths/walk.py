@@ -7,7 +7,8 @@ is a problem, and so are operations that do not follow these rules. All problems
 
 In: a graph, the bounded dimensions of its inputs, and `grown`: bounded dimensions of values that no operand has, such
 as that of a table that is cut to the length. The walk adds to it where it knows what is `expected`: the bounded
-dimensions of every value, or of some `by_name`. Out: the graph with masks, the layout of every value, and problems.
+dimensions of every value, or of some `by_name`. `ends` are results of slices that take the last element. Out: the graph
+with masks, the layout of every value, and problems.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from penstock.ir.sharding.splits import UNSPLIT, Dimensions, Split, SplitRule, r
 from penstock.ir.types import TensorType
 from penstock.passes.sharding.padding import ANYTHING, FINITE, ZERO, padding_of
 
-from .forms import FORMS, attention
+from .forms import FORMS, attention, last
 from .masks import MaskWriter
 
 # Operations whose results may have a bounded dimension that no operand has.
@@ -41,12 +42,12 @@ class LengthWalk:
         places: Mapping[str, Sequence[int]],
         grown: dict[str, tuple[int, ...]],
         *,
-        clean: bool = False,
         expected: Mapping[str, Sequence[int]] | None = None,
         by_name: bool = False,
+        ends: Sequence[str] = (),
     ) -> None:
         self.graph, self.name, self.size, self.places, self.grown = graph, name, size, places, grown
-        self._expected, self._by_name = expected, by_name
+        self._expected, self._by_name, self._ends = expected, by_name, ends
         self.masks = MaskWriter(Namer.of(graph), name, size)
         self.problems: list[str] = []
         # Values whose elements are all one number: they have any layout.
@@ -56,15 +57,14 @@ class LengthWalk:
         self._axis = "bounded"
         # Set once an operation's result in one row depends on another row.
         self.mixes = False
-        self._clean = clean
 
-    def run(self) -> Graph:
+    def run(self, *, clean: bool = False) -> Graph:
         """Walk through the graph. With `clean` its inputs get zeros for padding first."""
         b, replaced = self.masks, dict[str, Value]()
         for value in self.graph.ins:
             dims = self.places.get(value.name, ())
             self._define(value, self._with(value.type, dims), ANYTHING)
-            if dims and self._clean:
+            if dims and clean:
                 cleaned = b.with_padding(value, dims, 0.0)
                 self._define(cleaned, self._with(value.type, dims), ZERO)
                 replaced[value.name] = cleaned
@@ -188,14 +188,27 @@ class LengthWalk:
         start, stop, step = (ints(op.attrs[key])[dim] for key in ("start", "stop", "step"))
         if (start, stop, step) == (0, op.ins[0].type.dims[dim], 1):
             return None
-        if self._split_at(op.ins[0], dim).blocks == 1 and stop <= self.masks.least:
+        one_block = self._split_at(op.ins[0], dim).blocks == 1
+        if one_block and (stop <= self.masks.least or self._last_of(op) == dim):
             return ""
         return f"takes elements {start} to {stop - 1}, which a request of size {self.masks.least} does not have"
+
+    def _last_of(self, op: Op) -> int | None:
+        """Return the bounded dimension of which a slice takes the last element, or None."""
+        if op.kind != "slice" or op.outs[0].name not in self._ends:
+            return None
+        sizes = [int(n) for n in op.ins[0].type.dims]
+        start, stop = ints(op.attrs["start"]), ints(op.attrs["stop"])
+        dims = self.dims_of(op.ins[0].name, op.ins[0].type.rank)
+        return next((dim for dim in dims if sizes[dim] > 1 and stop[dim] == sizes[dim] == start[dim] + 1), None)
 
     # ------------------------------------------------------------------------------------ operations
 
     def _write(self, op: Op, rule: SplitRule, splits: Mapping[str, Split]) -> str | None:
         b = self.masks
+        if (dim := self._last_of(op)) is not None:
+            self.mixes = True
+            return last(b, op, dim)
         if op.kind == "attention":
             if splits.keys() & {"d", "e"}:
                 return f"sums over {self.name} inside of its scores"

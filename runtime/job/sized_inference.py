@@ -26,7 +26,7 @@ from penstock.support.errors import QueueFull, UsageError
 from .dispatcher import Note
 from .inference import Inference, Inputs
 from .requests import Request
-from .sized_requests import SizedRequests
+from .sized_requests import SizedRequests, elements
 
 if TYPE_CHECKING:
     from .own_process import OwnProcess
@@ -58,13 +58,13 @@ class SizedInference(Inference):
         return self.submit(inputs, None).result()
 
     def submit(self, inputs: Inputs, timeout: float | None, where: str = "request") -> Future[Arrays]:
-        arrays = {name: np.array(array) for name, array in self.sized.named(inputs).items()}
+        arrays = {name: np.array(elements(array)) for name, array in self.sized.named(inputs).items()}
         sizes = self._sizes(arrays, inputs, where)
         return self._in_thread(arrays, timeout) if self._thread is not None else self._to_ranks(arrays, sizes, timeout)
 
     def parts(self, inputs: Inputs, size: int, where: str) -> tuple[int, list[Arrays]]:
         """Return the rows of inputs, and requests of up to `size` rows each; one request where rows see each other."""
-        arrays = {name: np.asarray(array) for name, array in self.sized.named(inputs).items()}
+        arrays = {name: elements(array) for name, array in self.sized.named(inputs).items()}
         sizes = self._sizes(arrays, inputs, where)
         if self.sized.rows is None:
             return 1, [arrays]

@@ -64,7 +64,12 @@ class SizedRequests:
                 problems.append(f"inputs have different sizes along {bound.name}: {listed}")
             elif along_bound and not 1 <= next(iter(along_bound.values())) <= (2**62 if bound.rows else most):
                 size = next(iter(along_bound.values()))
-                problems.append(f"{bound.name} is {size}, the bundle was compiled for sizes from 1 to {most}")
+                fits = (
+                    "a request has one row at least"
+                    if bound.rows
+                    else f"the bundle was compiled for sizes from 1 to {most}"
+                )
+                problems.append(f"{bound.name} is {size}, {fits}")
         if problems:
             raise UsageError("; ".join(problems), where="inputs")
         return {bound.name: next(iter(seen[bound.name].values())) for bound in self.bounds if bound.name in seen}
@@ -128,7 +133,7 @@ class SizedRequests:
             for bound, (dim, times) in places.items():
                 shape[dim] = rung.sizes[bound] * times
             if shape != list(array.shape):
-                live = array if isinstance(array, np.ndarray) else _elements(array)
+                live = elements(array)
                 array = np.zeros(shape, live.dtype)
                 array[tuple(slice(0, n) for n in live.shape)] = live
             inputs[name] = array
@@ -161,8 +166,10 @@ def _times(bounds: Sequence[Bounded], name: str, shape: tuple[int, ...]) -> dict
     return {bound.name: (dims[0], shape[dims[0]] // bound.size) for bound in bounds if (dims := bound.dims_of(name))}
 
 
-def _elements(array: Any) -> np.ndarray:
+def elements(array: Any) -> np.ndarray:
     """Return the elements of a tensor of torch, or of whatever NumPy takes for an array."""
+    if isinstance(array, np.ndarray):
+        return array
     import torch  # lazy: heavy
 
     from penstock.runtime.state.store import as_array  # lazy: heavy

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import PARAM, Module
+from penstock.ir.ladder.ladder import filling
 from penstock.ir.ops import OPS
 from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.costs.prices import by_simulation, shown_seconds
@@ -25,7 +26,7 @@ from penstock.support.words import counted, shown_bytes
 from .choice import Search, compare, first_reason, passed_over
 from .facts import changed_steps, predicted_facts
 from .plan import Plan
-from .predict import Predicted, predict_here
+from .predict import Predicted, predict, predict_here
 
 
 def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
@@ -57,6 +58,10 @@ def _sizes(plan: Plan) -> Iterator[str]:
     for bound in plan.module.bounds if plan.ladder is not None else ():
         assert plan.ladder is not None
         how = "rows are cut into these sizes" if bound.rows else "filled up to the next of these sizes, and masked"
+        if len(plan.ladder) > 1 and not bound.rows and len(plan.module.bounds) == 1:
+            worst = filling({rung.sizes[bound.name]: predict(rung.held).step for rung in plan.ladder})
+            least = min(plan.ladder.sizes_along(bound.name))
+            how += f"; from {least} on padding is predicted to take {worst - 1:.0%} more time at most"
         yield f"{bound.name} up to {bound.size}: {', '.join(map(str, plan.ladder.sizes_along(bound.name)))} ({how})"
 
 

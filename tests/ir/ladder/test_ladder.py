@@ -3,14 +3,15 @@ rows, against all ways."""
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.ladder.bounds import Bound, Bounded, parse_bound, parse_bounded
-from penstock.ir.ladder.ladder import Ladder, Rung, grown_sizes, pieces
+from penstock.ir.ladder.ladder import Ladder, Rung, filling, grown_sizes, pieces, priced_sizes
 from penstock.ir.text import parse_module, print_module
 from penstock.support.errors import ParseError
 
@@ -88,3 +89,40 @@ def test_grown_ends_at_the_bound() -> None:
     assert grown_sizes(20, lambda n: n + 8) == (8, 16, 20)
     assert grown_sizes(1, lambda n: max(2 * n, 1)) == (1,)
     assert Bound(8, (4, 8, 4)).sizes == (4, 8)
+
+
+def _time(size: int, knots: dict[int, float]) -> float:
+    """The judge's own interpolation."""
+    return float(np.interp(size, sorted(knots), [knots[n] for n in sorted(knots)]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 3.0)), min_size=1, max_size=4),
+    st.floats(1.02, 1.5),
+)
+def test_priced_sizes(least: int, steps: list[tuple[int, float]], worst: float) -> None:
+    knots, size, time = {least: 1.0}, least, 1.0
+    for more, slope in steps:
+        size, time = size + more, time + more * slope
+        knots[size] = time
+    sizes = priced_sizes(least, size, knots, worst)
+    assert (sizes[0], sizes[-1], list(sizes)) == (least, size, sorted(set(sizes)))
+    for n in range(least, size + 1):
+        rung = min(m for m in sizes if m >= n)
+        # A rung is its own, or the one after its neighbour, or takes at most so many times as long.
+        assert rung == n or _time(rung, knots) <= worst * _time(n, knots) * (1 + 1e-9)
+    assert all(b <= max(a + 1, a + a // 2) for a, b in pairwise(sizes))
+    times = {n: _time(n, knots) for n in sizes}
+    ratios = [times[b] / _time(a + 1, times) for a, b in pairwise(sizes)]
+    assert filling(times) == pytest.approx(max(ratios, default=1.0))
+
+
+def test_priced_sizes_of_a_known_price() -> None:
+    # Reading takes as long as eight rows; from there on each row costs the same.
+    knots = {8: 8.0, 16: 16.0, 32: 32.0}
+    assert priced_sizes(8, 32, knots, 1.1) == (8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32)
+    assert priced_sizes(8, 32, {8: 8.0, 32: 8.0}, 1.1) == (8, 12, 16, 24, 32)
+    # Control: sizes that double leave out what the law asks for.
+    assert filling({8: 8.0, 16: 16.0, 32: 32.0}) == pytest.approx(32 / 17)

@@ -64,6 +64,8 @@ BODIES: dict[str, Body] = {
     "running sum from the end": lambda n: f"%y : f32[2,{n},6] = cumsum(%x, axis=1, reverse=true)",
     "first row": lambda n: "%y : f32[2,1,6] = slice(%x, start=[0,0,0], stop=[2,1,6], step=[1,1,1])",
     "last row": lambda n: "%i : i64[] = const(value=-1, dtype=i64)\n%y : f32[2,6] = gather(%x, %i, axis=1)",
+    "last row as a slice": lambda n: f"%y : f32[2,1,6] = slice(%x, start=[0,{n - 1},0], stop=[2,{n},6], step=[1,1,1])",
+    "half of the last row": lambda n: f"%y : f32[2,1,3] = slice(%x, start=[0,{n - 1},0], stop=[2,{n},6], step=[1,1,2])",
     "positions": lambda n: (
         f"%w : f32[16,6] = read(@table)\n"
         f"%p : f32[{n},6] = slice(%w, start=[2,0], stop=[{n + 2},6], step=[1,1])\n%y : f32[2,{n},6] = add(%x, %p)"
@@ -126,7 +128,9 @@ def _bounded(body: Body, n: int) -> Module:
     found = compare(module.graphs["main"], other.graphs["main"], "seq", (n, n - 1), {"x": (1,)})
     assert not found.problems, found.problems
     outputs = {"y": found.dims["y"]} if "y" in found.dims else {}
-    options = BoundOptions("seq", n, ("%x[1]",), print_places(outputs), print_places(found.grown), found.rows)
+    options = BoundOptions(
+        "seq", n, ("%x[1]",), print_places(outputs), print_places(found.grown), found.rows, found.ends
+    )
     after = bound(module, options)
     verify(after)
     return after
@@ -171,7 +175,7 @@ def test_padding_changes_nothing(name: str, live: int) -> None:
 def test_control_without_masks(name: str) -> None:
     bounded, plain = _bounded(BODIES[name], 8), _module(BODIES[name], 8)
     x, whole = _request(5, 8, float("nan"))
-    if name in ("argmax", "last row", "ones"):
+    if name in ("argmax", "ones") or "last row" in name:
         whole[:, 5:] = 9.0
     expected = _run(_module(BODIES[name], 5), x)
     got = _live_part(bounded, _run(plain, whole), 5, 8)
@@ -204,8 +208,16 @@ REFUSED: dict[str, tuple[Body, str]] = {
         "takes elements 2 to 3, which a request of size 1 does not have",
     ),
     "end": (
-        lambda n: f"%y : f32[2,1,6] = slice(%x, start=[0,{n - 1},0], stop=[2,{n},6], step=[1,1,1])",
-        "uses seq as a number: its start",
+        lambda n: f"%y : f32[2,2,6] = slice(%x, start=[0,{n - 2},0], stop=[2,{n},6], step=[1,1,1])",
+        "slice %y: takes elements that are counted from the end of seq, and not the last one alone",
+    ),
+    "row before the last": (
+        lambda n: f"%y : f32[2,1,6] = slice(%x, start=[0,{n - 2},0], stop=[2,{n - 1},6], step=[1,1,1])",
+        "slice %y: takes elements that are counted from the end of seq",
+    ),
+    "row that is the last at one size": (
+        lambda n: "%y : f32[2,1,6] = slice(%x, start=[0,6,0], stop=[2,7,6], step=[1,1,1])",
+        "takes elements 6 to 6, which a request of size 1 does not have",
     ),
     "appended": (
         lambda n: (

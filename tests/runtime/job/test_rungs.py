@@ -14,6 +14,7 @@ import onnx
 import onnx.parser
 import onnxruntime
 import pytest
+import torch
 from torch import tensor
 
 import penstock as ps
@@ -22,7 +23,9 @@ from penstock.backends.bundle.writer import Provenance, write_bundle
 from penstock.backends.tvm.compile import pool
 from penstock.commands.parser import main
 from penstock.ir.graph import Module
-from penstock.ir.ladder.ladder import Ladder, Rung
+from penstock.ir.ladder.ladder import Ladder, Rung, filling, priced_sizes
+from penstock.planning.explain import plan_lines
+from penstock.planning.predict import predict
 from penstock.runtime.job.rungs import LoadedLadder
 from penstock.support.errors import UnsupportedModel, UsageError
 
@@ -144,6 +147,8 @@ def test_every_batch(model: Path, tmp_path: Path) -> None:
     for batch in (*range(1, 10), 19):
         inputs = _inputs(batch, 3)
         judge.check(loaded(inputs), inputs)
+    with pytest.raises(UsageError, match="batch is 0, a request has one row at least"):
+        loaded(_inputs(0, 3))
 
 
 def test_both(model: Path, tmp_path: Path) -> None:
@@ -153,6 +158,63 @@ def test_both(model: Path, tmp_path: Path) -> None:
         for seq in range(1, 9):
             inputs = _inputs(batch, seq)
             judge.check(loaded(inputs), inputs)
+
+
+class _LastRow(torch.nn.Module):
+    """Rows that look at each other, and a result of the last one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.relu(self.a(x))
+        w = torch.softmax(h @ h.transpose(1, 2), -1) @ h
+        return self.b(w[:, -1]), w
+
+
+@pytest.fixture(scope="module")
+def exported() -> tuple[torch.nn.Module, torch.export.ExportedProgram]:
+    torch.manual_seed(0)
+    module, sizes = _LastRow().eval(), {1: torch.export.Dim("n", min=1, max=64)}
+    return module, torch.export.export(module, (torch.randn(2, 5, 6),), dynamic_shapes=(sizes,))
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2"])
+def test_a_program_of_torch(
+    exported: tuple[torch.nn.Module, torch.export.ExportedProgram], tmp_path: Path, mesh: str
+) -> None:
+    module, program = exported
+    cluster = ps.Cluster.local(threads=[1] * (2 if mesh else 1))
+    plan = ps.plan(ps.from_torch(program, dims={"x.1": "<=20:4,20"}), cluster, mesh=mesh)
+    with ps.open(ps.compile(plan, tmp_path / "bundle", backend="numpy"), timeout=60) as job:
+        for n in (1, 3, 4, 17, 20):
+            x = torch.randn(2, n, 6)
+            outputs = list(job.infer({"x": x}).values())
+            for output, expected in zip(outputs, module(x), strict=True):
+                np.testing.assert_allclose(output, expected.detach().numpy(), rtol=2e-5, atol=1e-6)
+            # Control: the row that the rung has last is another one.
+            if n == 3:
+                other = module(torch.cat([x, torch.zeros(2, 1, 6)], 1))[0].detach().numpy()
+                assert not np.allclose(outputs[0], other, rtol=2e-5, atol=1e-6)
+
+
+def test_sizes_of_lengths_come_from_predictions(model: Path) -> None:
+    plan = ps.plan(ps.from_onnx(model, dims={"batch": 2, "seq": "<=40"}), ps.Cluster.local(threads=[1]))
+    assert plan.ladder is not None
+    sizes = plan.ladder.sizes_along("seq")
+    seconds = {rung.sizes["seq"]: predict(rung.held).step for rung in plan.ladder}
+    assert (sizes[0], sizes[-1]) == (8, 40)
+    assert any(f"is predicted to take {filling(seconds) - 1:.0%} more time at most" in x for x in plan_lines(plan))
+    # The law that chose them, on the predictions at powers of two.
+    assert tuple(sizes) == priced_sizes(8, 40, {n: _predicted(model, n) for n in (8, 16, 32, 40)}, 1.1)
+
+
+def _predicted(model: Path, seq: int) -> float:
+    bound = f"<=40:{seq},40" if seq < 40 else "<=40:40"
+    plan = ps.plan(ps.from_onnx(model, dims={"batch": 2, "seq": bound}), ps.Cluster.local(threads=[1]))
+    assert plan.ladder is not None
+    return predict(plan.ladder.rungs[0].held).step
 
 
 def test_inputs_that_do_not_fit(lengths: Path) -> None:

@@ -5,12 +5,14 @@ The model is imported and simplified at every size. Two imports that differ in o
 (passes/lengths/compare.py). The largest rung is cut into stages as any model; all others are cut at the same places.
 
 Sizes of a ladder: where rows do not see each other, powers of two, of which any number of rows is made. Where padding
-is masked, sizes grow by an eighth at most from 64 on, in steps that kernels like.
+is masked, sizes from 8 on: so near to each other that padding is predicted to take a tenth more time at most. These
+predictions are made at powers of two, and time grows evenly between them. Where several dimensions
+have bounds, rungs multiply: there sizes grow by an eighth at most from 64 on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -20,9 +22,9 @@ from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.ir.ladder.bounds import Bound, print_sizes
-from penstock.ir.ladder.ladder import Ladder, Rung, grown_sizes
+from penstock.ir.ladder.ladder import Ladder, Rung, grown_sizes, priced_sizes
 from penstock.passes.lengths.bound import BoundOptions, cannot_bound, print_places
-from penstock.passes.lengths.compare import SizeFindings, alike, by_name, compare
+from penstock.passes.lengths.compare import SizeFindings, alike, by_name, compare, first_difference
 from penstock.passes.lengths.settle import settle
 from penstock.passes.manager import Call
 from penstock.planning.facts import replica_shares
@@ -31,11 +33,14 @@ from penstock.planning.model import Model
 from penstock.planning.options import PlanOptions
 from penstock.planning.pipeline import PreparedModel, plan_model, prepare
 from penstock.planning.plan import Plan
+from penstock.planning.predict import predict
 from penstock.planning.watching import SILENT, Feedback
 from penstock.support.errors import UnsupportedModel, UsageError
 
 _DEFAULTS = PlanOptions()
 Sizes = dict[str, int]
+# The smallest length of a ladder, and how many times the time of a size the rung that it is filled up to may take.
+_LEAST, _WORST = 8, 1.1
 
 
 def plan_family(
@@ -84,21 +89,34 @@ class _Family:
         for name in self.bounds:
             # A request is cut into rows only where every output has some of each.
             self.rows[name] &= len(self.outputs[name]) == len(self.top.outputs) and not self.top.draws
-        # Graphs of sizes that were compared, with the dimensions that no operand has.
-        self.known = [(self.top.graphs["main"], {name: {} if f is None else f.grown for name, f in compared.items()})]
+        # Graphs of sizes that were compared, with what the comparisons say.
+        self.known = [(self.top.graphs["main"], {name: f or SizeFindings() for name, f in compared.items()})]
         largest = self._planned(self.most, self.options)
         same = _imposed(largest, self.options)
-        rungs = [Rung(dict(self.most), largest.module)]
-        wanted = [sizes for sizes in self._sizes() if sizes != self.most]
+        rungs = {tuple(self.most.values()): Rung(dict(self.most), largest.module)}
+
+        def rung(sizes: Sizes) -> Rung[Module]:
+            key = tuple(sizes.values())
+            if key not in rungs:
+                rungs[key] = Rung(sizes, self._planned(sizes, same).module)
+            return rungs[key]
+
+        wanted = list(self._sizes(lambda sizes: predict(rung(sizes).held).step))
         for number, sizes in enumerate(wanted, 1):
             if self.feedback.progress is not None:
                 self.feedback.progress(number, len(wanted), f"sizes {print_sizes(sizes)}")
-            rungs.append(Rung(sizes, self._planned(sizes, same).module))
-        return replace(largest, ladder=Ladder(rungs))
+            rung(sizes)
+        return replace(largest, ladder=Ladder([rung(sizes) for sizes in wanted]))
 
-    def _sizes(self) -> Iterator[Sizes]:
-        """Yield the sizes of all rungs."""
-        of_each = [bound.sizes or default_sizes(bound.most, self.rows[name]) for name, bound in self.bounds.items()]
+    def _sizes(self, seconds: Callable[[Sizes], float]) -> Iterator[Sizes]:
+        """Yield the sizes of all rungs. `seconds` predicts the time of one."""
+        of_each: list[Sequence[int]] = []
+        for name, bound in self.bounds.items():
+            if bound.sizes or self.rows[name] or len(self.bounds) > 1 or bound.most <= _LEAST:
+                of_each.append(bound.sizes or default_sizes(bound.most, self.rows[name]))
+                continue
+            powers = [n for n in grown_sizes(bound.most, lambda n: max(2 * n, _LEAST)) if n >= _LEAST]
+            of_each.append(priced_sizes(_LEAST, bound.most, {n: seconds({name: n}) for n in powers}, _WORST))
         for sizes in product(*of_each):
             yield dict(zip(self.bounds, sizes, strict=True))
 
@@ -121,6 +139,7 @@ class _Family:
         if size == 1:
             return None
         models = {size: self._import(sizes)}
+        difference = ""
 
         def at(n: int) -> Model:
             if n not in models:
@@ -133,13 +152,15 @@ class _Family:
                 module, smaller = (self._prepared({**sizes, name: n}, at(n)) for n in (base, other))
                 graph, places = module.graphs["main"], _places(module, smaller)
                 if not alike(graph, smaller.graphs["main"]):
+                    difference = difference or f" {other}: {first_difference(graph, smaller.graphs['main'])}"
                     continue
                 findings = compare(graph, smaller.graphs["main"], name, (base, other), places)
                 if base == size or findings.problems:
                     return findings
                 # A special size, such as that of a whole table: its values follow it as those of its neighbours do.
                 return by_name(self._prepared(sizes, at(size)).graphs["main"], findings, name, size, places)
-        return SizeFindings(problems=[f"the model has other operations at {name} {size} than at sizes beside it"])
+        problem = f"the model has other operations at {name} {size} than at sizes beside it, such as{difference}"
+        return SizeFindings(problems=[problem])
 
     def _places_of_inputs(self, name: str) -> dict[str, tuple[int, ...]]:
         if self.most[name] == 1:
@@ -155,23 +176,24 @@ class _Family:
         module = self._prepared(sizes, model)
         self._check_variables(module, model, sizes)
         graph = module.graphs["main"]
-        same = next((grown for other, grown in self.known if alike(graph, other)), None)
-        learnt: dict[str, dict[str, tuple[int, ...]]] = {}
+        same = next((findings for other, findings in self.known if alike(graph, other)), None)
+        learnt: dict[str, SizeFindings] = {}
         calls = []
         for name, size in sizes.items():
-            learnt[name] = {} if same is None else same[name]
+            learnt[name] = SizeFindings() if same is None else same[name]
             if same is None and not self.rows[name]:
                 beside = self._compared(sizes, name)
                 if beside is not None and beside.problems:
                     raise cannot_bound(name, beside.problems)
-                learnt[name] = beside.grown if beside is not None else {}
+                learnt[name] = beside or SizeFindings()
             settings = BoundOptions(
                 name,
                 size,
                 print_places(self.inputs[name]),
                 print_places(self.outputs[name]),
-                print_places(learnt[name]),
+                print_places(learnt[name].grown),
                 self.rows[name],
+                learnt[name].ends,
             )
             calls.append(Call("bound", settings))
         if same is None and min(sizes.values()) > 1:
