@@ -4,10 +4,9 @@
     generation_config.json          ends of a text, and how tokens are drawn, where the model says so
     model.safetensors               the weights, or
     model.safetensors.index.json    the files that hold them
-    tokenizer.json, ...             what travels with the bundle (TEXT_FILES)
+    tokenizer.json, ...             what travels with the bundle (frontends/side_files.py)
 
-Every file is a plain file inside the folder: links out of it and names that lead out of it are refused. Weights in
-pickle files are not read. Nothing of the folder is run: code that it brings (`auto_map`) is refused.
+Weights in pickle files are not read. Nothing of the folder is run: code that it brings (`auto_map`) is refused.
 """
 
 from __future__ import annotations
@@ -19,21 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.frontends.side_files import CONFIG, GENERATION, plain_file, read_settings, texts_beside
 from penstock.support.errors import UnsupportedModel, UsageError
 from penstock.support.words import itemised
 
 from .safetensors_file import StoredTensor, read_table
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_LARGEST_SETTINGS = 1 << 26
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 
 
@@ -74,51 +65,13 @@ def open_folder(path: str | Path) -> ModelFolder:
             where=str(path),
             hint="an architecture that transformers itself has is needed",
         )
-    texts = {name: data for name in TEXT_FILES if (data := _read(root, name)) is not None}
-    return ModelFolder(root, config, read_settings(root, GENERATION) or {}, _tensors(root), texts)
-
-
-def read_settings(root: Path, name: str) -> dict[str, Any] | None:
-    """Read a file of settings. None where there is none."""
-    data = _read(root, name)
-    if data is None:
-        return None
-    try:
-        settings = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"not readable as JSON: {error}", where=str(root / name)) from error
-    if not isinstance(settings, dict):
-        raise UsageError("expected an object", where=str(root / name))
-    return settings
-
-
-def _read(root: Path, name: str) -> bytes | None:
-    path = _inside(root, name)
-    if path is None:
-        return None
-    if path.stat().st_size > _LARGEST_SETTINGS:
-        raise UsageError(f"has {path.stat().st_size} bytes, more than {_LARGEST_SETTINGS}", where=str(path))
-    return path.read_bytes()
-
-
-def _inside(root: Path, name: str) -> Path | None:
-    """Return the path of a file of the folder, None where it is missing. Refuse what leads out of the folder."""
-    if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
-        raise UsageError(f"the file name {name!r} leads out of the folder", where=str(root))
-    path = root / name
-    if path.is_symlink() and path.resolve().parent != root.resolve():
-        raise UsageError(
-            f"{name} is a link out of the folder", where=str(root), hint="copy the folder with its files: cp -rL"
-        )
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{name} is no plain file", where=str(root))
-    return path if path.exists() else None
+    return ModelFolder(root, config, read_settings(root, GENERATION) or {}, _tensors(root), texts_beside(root))
 
 
 def _tensors(root: Path) -> dict[str, StoredTensor]:
     index = read_settings(root, INDEX)
     if index is None:
-        path = _inside(root, WEIGHTS)
+        path = plain_file(root, WEIGHTS)
         if path is None:
             raise _without_weights(root)
         return read_table(path)
@@ -128,7 +81,7 @@ def _tensors(root: Path) -> dict[str, StoredTensor]:
     tables: dict[str, dict[str, StoredTensor]] = {}
     problems = []
     for name in dict.fromkeys(placed.values()):
-        path = _inside(root, name)
+        path = plain_file(root, name)
         if path is None:
             problems.append(f"{name}: missing")
             continue

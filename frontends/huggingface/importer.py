@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.frontends.decoder_sizes import DecoderSizes
 from penstock.frontends.imported import Imported
 from penstock.frontends.quantised.weight import QuantisedWeight
 from penstock.frontends.torch.importer import ProgramImporter
@@ -23,7 +24,6 @@ from penstock.frontends.torch.node import KnownElements, TorchBuilder, TorchWeig
 from penstock.frontends.torch.source import decomposed
 from penstock.ir.graph import Module, Var
 from penstock.ir.ladder.bounds import Bounded
-from penstock.ir.ops.caches import BLOCK
 from penstock.ir.text import print_module
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
@@ -33,29 +33,6 @@ from .families import check_family, names_in_files
 from .folder import ModelFolder
 from .safetensors_file import StoredTensor
 from .stored_codes import check_method, read_codes, with_codes
-
-
-@dataclass(frozen=True)
-class DecoderSizes:
-    """The sizes that a decoder is compiled for: positions of a sequence, sequences at once, and tokens of turns.
-
-    Caches have blocks for all sequences at their full length, and elements of type `cache`. With `logits` a turn gives
-    these, too.
-    """
-
-    context: int
-    sequences: int
-    rungs: tuple[int, ...]
-    logits: bool = False
-    cache: str = "f32"
-
-    @property
-    def blocks_each(self) -> int:
-        return -(-self.context // BLOCK)
-
-    @property
-    def blocks(self) -> int:
-        return self.sequences * self.blocks_each
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:

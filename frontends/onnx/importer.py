@@ -29,7 +29,7 @@ import onnx
 from penstock.frontends.imported import Imported, Unimported, told_renames
 from penstock.frontends.names import Names
 from penstock.frontends.writer import Lost, Refused
-from penstock.ir.graph import Graph, Value, Var
+from penstock.ir.graph import CACHE, Graph, Value, Var
 from penstock.ir.sharding.batch_dims import values_with
 from penstock.ir.types import TensorType, dtype_of
 from penstock.support.errors import UsageError
@@ -41,7 +41,7 @@ from .folding import fold, small
 from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, identity
 from .hints import Marks
 from .inference import Promises, contradicts, promised_by_node, promises_of, rounds_up
-from .node import OnnxBuilder, OnnxNode
+from .node import OnnxBuilder, OnnxNode, Rule
 from .report import CannotImport, Findings, contradiction, problem_of, report
 from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
@@ -95,7 +95,7 @@ def import_onnx(
     findings = Findings()
     if source.moved:
         findings.warnings.append(f"nodes that lie before those whose results they take, put in order: {source.moved}")
-    importer = _OnnxImporter(source, opsets, findings, Trained(source, findings, frozen, trained))
+    importer = OnnxImporter(source, opsets, findings, Trained(source, findings, frozen, trained))
     importer.take_inputs(graph, bound)
     importer.take_initializers(graph)
     for index, node in enumerate(graph.node):
@@ -141,7 +141,7 @@ def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
 # ---------------------------------------------------------------------------------------- the import itself
 
 
-class _OnnxImporter:
+class OnnxImporter:
     """State of one import: the graph so far, and the findings to report.
 
     `scope` holds the names of the model's own graph.
@@ -171,6 +171,14 @@ class _OnnxImporter:
         self.named: dict[Value, Mapping[int, str]] = {}
         self.findings = findings
         self.marks = Marks(source.model, self.builder.names.__getitem__)
+
+    def rule_of(self, domain: str, kind: str) -> Rule | None:
+        """Return the rule of an operator, if it has one."""
+        return rule_of(domain, kind)
+
+    def why_unknown(self, node: onnx.NodeProto) -> str:
+        """Explain why a node's operator is not supported on any operands, "" if it may be."""
+        return _why_unknown(node)
 
     def take_inputs(self, graph: onnx.GraphProto, bound: Inputs) -> None:
         tensors = self.scope.tensors
@@ -266,7 +274,7 @@ class _OnnxImporter:
         results, first = None, len(self.builder.ops)
         try:
             node = OnnxNode(self.builder, proto, index, scope)
-            if identity(proto) not in self.functions and (reason := _why_unknown(proto)):
+            if identity(proto) not in self.functions and (reason := self.why_unknown(proto)):
                 raise Refused(reason)
             if any(map(is_lost, node.operands)):  # the node cannot be judged
                 raise NodeUnfinished
@@ -351,7 +359,7 @@ class _OnnxImporter:
             except Refused as error:
                 note = f"; {error}"
         try:
-            rule = rule_of(node.proto.domain, node.kind)
+            rule = self.rule_of(node.proto.domain, node.kind)
             if rule is not None:
                 written = rule(node)
                 return _all_read(node, written if isinstance(written, list | tuple) else (written,))
@@ -405,7 +413,7 @@ class _OnnxImporter:
         lines = report(self.findings, ops, module.vars, dims, len(source.model.graph.node), self._unused(module.vars))
         return Imported(
             module,
-            {name: builder.weights[name] for name in module.vars},
+            {name: builder.weights[name] for name, var in module.vars.items() if var.role != CACHE},
             source.digest(),
             (*lines, *told_renames({name: names[name] for name in seen if name in names}), *hints.report()),
             names,

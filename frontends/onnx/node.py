@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -29,6 +29,7 @@ from .tensors import Empty, KnownTensor, NeedsKnown, NodeUnfinished, OnnxWeight,
 # The most elements that a rule may create: a file of a few bytes can ask for any number.
 MOST_MADE = 1 << 22
 
+T = TypeVar("T")
 Rule = Callable[["OnnxNode"], "Result | Sequence[Result]"]
 
 
@@ -225,6 +226,20 @@ class OnnxNode(Writer):
     def known_of(self, array: np.ndarray) -> KnownTensor:
         """Make a known tensor from elements that this node creates."""
         return KnownTensor(self._builder.names.new(f"{self.base}.known"), array)
+
+    def cache(self, name: str, dtype: str, dims: tuple[int, ...]) -> str:
+        """Add a cache, whose name begins like that. Return its name."""
+        name = self._builder.names.fresh(name)
+        self._builder.cache(name, TensorType(dtype, dims))
+        return name
+
+    def once(self, key: tuple[object, ...], operands: Sequence[int], make: Callable[[], T]) -> T:
+        """Return what `make` gives for stored operands, which is made once for all imports of a file."""
+        stored = [tensor for i in operands if (tensor := self.operands[i] if i < self.count else None) is not None]
+        names = tuple(tensor.name for tensor in stored if isinstance(tensor, KnownTensor | OnnxWeight))
+        source = self._builder.source
+        known = len(names) == len(stored) and source.stores(names)
+        return source.once((*key, *names), make) if known else make()
 
     # ------------------------------------------------------------------------------------ attributes
 

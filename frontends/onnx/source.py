@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TypeVar, cast
 
 import numpy as np
 import onnx
@@ -44,6 +45,7 @@ MOST_DENSE = 1 << 26
 _LARGE = 1 << 12
 
 _Nodes = MutableSequence[onnx.NodeProto]
+T = TypeVar("T")
 
 
 def element_name(elem_type: int) -> str:
@@ -69,9 +71,11 @@ class OnnxFile:
         self.moved = put_in_order(self.model, str(self.path))
         self._folder = self.path.parent.resolve()
         self._files: dict[str, Path] = {}
-        # Findings about the file, and elements that copies of it lack: they share both.
+        # Findings about the file, elements that copies of it lack, and what is made of them: copies share all.
         self._told: dict[str, str] = {}
         self._elements: dict[str, np.ndarray] = {}
+        self._made: dict[object, object] = {}
+        self._stored = frozenset(tensor.name for tensor in self.model.graph.initializer)
         for tensor in _tensors(self.model.graph):
             if min(tensor.dims, default=0) < 0:
                 raise UsageError(f"tensor {tensor.name} has a negative size: {list(tensor.dims)}", where=str(self.path))
@@ -90,6 +94,54 @@ class OnnxFile:
             if tensor.name in self._elements:
                 tensor.ClearField("raw_data")
         return other
+
+    def part(
+        self,
+        nodes: Iterable[onnx.NodeProto],
+        inputs: Iterable[onnx.ValueInfoProto],
+        outputs: Iterable[onnx.ValueInfoProto],
+        tensors: Mapping[str, np.ndarray],
+    ) -> OnnxFile:
+        """Return a file with these nodes, inputs and outputs, the initializers that they take, and new ones.
+
+        The elements of large tensors are shared.
+        """
+        other: OnnxFile = object.__new__(OnnxFile)
+        other.__dict__.update(self.__dict__)
+        model = other.model = onnx.ModelProto()
+        model.ir_version, model.producer_name = self.model.ir_version, self.model.producer_name
+        model.opset_import.extend(self.model.opset_import)
+        model.functions.extend(self.model.functions)
+        graph = model.graph
+        graph.node.extend(nodes)
+        graph.input.extend(inputs)
+        graph.output.extend(outputs)
+        needed = {name for node in graph.node for name in names_taken(node)} | {value.name for value in graph.output}
+        for tensor in self.model.graph.initializer:
+            if tensor.name in needed:
+                graph.initializer.append(self._without_elements(tensor))
+        graph.sparse_initializer.extend(t for t in self.model.graph.sparse_initializer if t.values.name in needed)
+        graph.value_info.extend(value for value in self.model.graph.value_info if value.metadata_props)
+        graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in tensors.items())
+        return other
+
+    def _without_elements(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
+        """Return a tensor whose elements are shared, if they are many."""
+        if len(tensor.raw_data) <= _LARGE and tensor.name not in self._elements:
+            return tensor
+        if tensor.name not in self._elements:
+            self._elements[tensor.name] = self.array(tensor)
+        return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+
+    def stores(self, names: Iterable[str]) -> bool:
+        """Return whether all names are those of initializers of the file's own graph."""
+        return self._stored.issuperset(names)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` gives, which is made once for the file and its copies."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast("T", self._made[key])
 
     def check(self) -> str:
         """Return the objection of onnx.checker to the file, "" if it is valid.
@@ -389,7 +441,7 @@ def _order_nodes(nodes: _Nodes, path: str, where: str) -> int:
         for attribute in node.attribute:
             for inner in graphs_of(attribute):
                 moved += _order_nodes(inner.node, f"{path}{node_name(node, index)}/", where)
-    needs = [_needs(node) for node in nodes]
+    needs = [names_taken(node) for node in nodes]
     try:
         order = order_by_need(needs, [[name for name in node.output if name] for node in nodes])
     except NeedCircle as circle:
@@ -416,7 +468,7 @@ def _order_nodes(nodes: _Nodes, path: str, where: str) -> int:
     return moved
 
 
-def _needs(node: onnx.NodeProto) -> dict[str, None]:
+def names_taken(node: onnx.NodeProto) -> dict[str, None]:
     """List the names that a node takes, its graphs included, in order."""
     names = dict.fromkeys(filter(None, node.input))
     for attribute in node.attribute:
@@ -430,7 +482,7 @@ def _taken(graph: onnx.GraphProto) -> Iterator[str]:
     inside = {value.name for value in (*graph.input, *graph.initializer)}
     inside.update(sparse.values.name for sparse in graph.sparse_initializer)
     inside.update(name for node in graph.node for name in node.output)
-    for names in (*map(_needs, graph.node), [value.name for value in graph.output]):
+    for names in (*map(names_taken, graph.node), [value.name for value in graph.output]):
         yield from (name for name in names if name not in inside)
 
 

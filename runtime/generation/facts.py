@@ -54,7 +54,7 @@ def read_facts(bundle: Path) -> GenerationFacts:
         raise UsageError(
             "the bundle does not generate text",
             where=str(bundle),
-            hint="`penstock compile hf:FOLDER -o BUNDLE --generate` makes one that does",
+            hint="`penstock compile hf:FOLDER -o BUNDLE --generate` makes one that does, also of MODEL.onnx",
         )
     try:
         return msgspec.json.decode(path.read_bytes(), type=GenerationFacts)

@@ -17,6 +17,7 @@ from penstock.frontends.formulas.layout import cut, reshape, triangle
 from penstock.frontends.formulas.norms import rms_norm
 from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.frontends.quantised.nbits import read_nbits
+from penstock.frontends.quantised.weight import QuantisedWeight
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.support.errors import UnsupportedModel
@@ -307,8 +308,12 @@ def _matmul_nbits(n: OnnxNode) -> Result:
         f"a weight of {list(numbers.shape)} does not fit N={rows}, K={k}, block_size={block}",
     )
     numbers = numbers.reshape(rows, blocks, -1)
+
+    def read() -> QuantisedWeight:
+        return read_nbits(numbers, arrays[2], arrays.get(3), k=k, bits=bits, block=block, where=n.loc)
+
     try:
-        weight = read_nbits(numbers, arrays[2], arrays.get(3), k=k, bits=bits, block=block, where=n.loc)
+        weight = n.once(("nbits", k, bits, block), (1, 2, 3), read)
     except UnsupportedModel as error:
         raise Refused(error.what) from error
     parts = [part for part in (weight.q, weight.scales, weight.zeros) if part is not None]

@@ -203,7 +203,7 @@ class TrainingOptions:
 class GenerationSettings:
     """Settings of a bundle that generates text. `context` None is that of the model, but not more than 4096."""
 
-    generate: bool = setting(False, "make a bundle for text of a Hugging Face hf:FOLDER")
+    generate: bool = setting(False, "make a bundle for text, of hf:FOLDER or a decoder")
     context: int | None = setting(
         None, "tokens of a prompt with its text (default: the model's own, at most 4096)", check=POSITIVE, shown="N"
     )

@@ -20,7 +20,7 @@ from penstock.frontends.huggingface import DecoderSizes
 from penstock.frontends.huggingface import families as supported
 from penstock.runtime.generation.generator import GenerationOptions
 
-from .decoding import InterpretedDecoder
+from .decoding import interpreted
 
 LENGTHS = (1, 7, 21)
 TOKENS = 64
@@ -47,7 +47,7 @@ QUICK = ("gemma2", "gpt2", "llama")
 )
 def test_logits_and_text_equal_transformers(family: str, tmp_path: Path):
     model = write_folder(tmp_path, family)
-    decoder = InterpretedDecoder(tmp_path, SIZES, WORDS)
+    decoder = interpreted(tmp_path, SIZES, WORDS)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, WORDS, length).tolist() for length in LENGTHS]
     for prompt in prompts:
@@ -74,7 +74,7 @@ def test_another_text_is_noticed(tmp_path: Path):
     model = write_folder(tmp_path, "mistral", sliding_window=8)
     config = (tmp_path / "config.json").read_text().replace('"sliding_window": 8', '"sliding_window": 9')
     (tmp_path / "config.json").write_text(config)
-    decoder = InterpretedDecoder(tmp_path, SIZES, WORDS)
+    decoder = interpreted(tmp_path, SIZES, WORDS)
     prompt = np.random.default_rng(5).integers(2, WORDS, 21).tolist()
     list(decoder.generator.generate(prompt, GenerationOptions(1)))
     assert np.abs(decoder.logits[-1][0] - whole(model, prompt)[-1]).max() > 1e-3
@@ -86,7 +86,7 @@ def test_caches_of_16_bits_round_keys_and_values_alone(tmp_path: Path):
     prompt = np.random.default_rng(5).integers(2, WORDS, 21).tolist()
     expected, worst = whole(model, prompt)[-1], {}
     for dtype in ("f32", "bf16"):
-        decoder = InterpretedDecoder(tmp_path, replace(SIZES, cache=dtype), WORDS)
+        decoder = interpreted(tmp_path, replace(SIZES, cache=dtype), WORDS)
         list(decoder.generator.generate(prompt, GenerationOptions(1)))
         worst[dtype] = np.abs(decoder.logits[-1][0] - expected).max() / np.ptp(expected)
     assert worst["bf16"] < 1e-2

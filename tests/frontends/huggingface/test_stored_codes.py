@@ -18,7 +18,7 @@ from penstock.frontends.huggingface import DecoderSizes, import_folder, open_fol
 from penstock.runtime.generation.generator import GenerationOptions
 from penstock.support.errors import UnsupportedModel, UsageError
 
-from .decoding import InterpretedDecoder
+from .decoding import interpreted
 
 SIZES = DecoderSizes(context=32, sequences=1, rungs=(1, 16), logits=True)
 GROUP = 32
@@ -66,7 +66,7 @@ def configure(path: Path, quantization: object) -> None:
 def worst(path: Path, model: object) -> float:
     """The largest difference of the logits behind a prompt."""
     prompt = np.random.default_rng(5).integers(2, WORDS, 21).tolist()
-    decoder = InterpretedDecoder(path, SIZES, WORDS)
+    decoder = interpreted(path, SIZES, WORDS)
     list(decoder.generator.generate(prompt, GenerationOptions(1)))
     with torch.no_grad():
         expected = model(torch.tensor(prompt)[None]).logits[0, -1].numpy()

@@ -45,11 +45,9 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     from penstock.planning.model import ModelFile  # lazy: heavy
 
     training, cluster = training_of(arguments), _cluster(arguments)
-    if arguments.model.startswith(FOLDER_PREFIX):
-        return _of_folder(arguments, cluster, training, feedback)
-    if getattr(arguments, "generate", False):
-        raise UsageError("--generate takes a folder of Hugging Face", where=arguments.model, hint="name it hf:FOLDER")
     reading = settings_from(ReadingOptions, arguments)
+    if arguments.model.startswith(FOLDER_PREFIX) or getattr(arguments, "generate", False):
+        return _of_decoder(arguments, reading, cluster, training, feedback)
     source = ModelFile(
         arguments.model, bounded_dims_of(reading.dim), known_of(reading.known), reading.frozen, reading.trained
     )
@@ -85,9 +83,12 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     return plan_family(model, cluster, training, options, feedback)
 
 
-def _of_folder(arguments: Namespace, cluster: Cluster, training: Training | None, feedback: Feedback) -> Plan:
-    """Plan a decoder of Hugging Face."""
+def _of_decoder(
+    arguments: Namespace, reading: ReadingOptions, cluster: Cluster, training: Training | None, feedback: Feedback
+) -> Plan:
+    """Plan a decoder: a folder of Hugging Face, or an ONNX file."""
     from penstock.planning.decoding.folder import load_decoder, plan_decoder  # lazy: heavy
+    from penstock.planning.decoding.onnx_file import load_onnx_decoder  # lazy: heavy
 
     settings = settings_from(GenerationSettings, arguments)
     problems = []
@@ -97,9 +98,12 @@ def _of_folder(arguments: Namespace, cluster: Cluster, training: Training | None
         problems.append("a decoder is not trained: leave out --loss, --train and --batch")
     if len(cluster.devices) > 1 or arguments.plan is not None:
         problems.append("text is generated on one device: leave out --devices, --stages, --mesh and --plan")
+    if flags := given(reading):
+        problems.append(f"sizes of a decoder follow from --context and --sequences: leave out {', '.join(flags)}")
     if problems:
         raise UsageError("; ".join(problems), where=arguments.model)
-    models = load_decoder(arguments.model, settings, feedback)
+    load = load_decoder if arguments.model.startswith(FOLDER_PREFIX) else load_onnx_decoder
+    models = load(arguments.model, settings, feedback)
     _report(models[max(models)])
     return plan_decoder(models, cluster, settings_from(PlanOptions, arguments), feedback)
 

@@ -80,7 +80,7 @@ def export(
     names = _names_of(bundle, onnx is None)
     if onnx is not None and bundle.source_structure is None:
         raise UsageError(
-            "was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights"
+            "holds no ONNX model to write weights into", where=str(bundle.path), hint="--safetensors writes its weights"
         )
     arrays, step = _weights(bundle, place)
     elements = {name: arrays[variable] for variable, named in names.items() for name in named}

@@ -34,18 +34,14 @@ def load_decoder(source: str, settings: GenerationSettings, feedback: Feedback =
 
     with feedback.step("import") as said:
         folder = open_folder(source.removeprefix(FOLDER_PREFIX))
-        longest = longest_context(folder.config)
-        context = settings.context or min(longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
-        if context < 2:
-            raise UsageError("a context of 1 leaves no token for a text", where=str(folder.path), hint="--context 2")
+        context = context_of(settings, longest_context(folder.config), str(folder.path))
         rungs = rungs_for(context, settings.sequences)
         sizes = DecoderSizes(context, settings.sequences, rungs, settings.logits, settings.cache)
         imported = import_folder(folder, sizes)
         largest = imported[rungs[-1]]
         facts = facts_of(folder.config, folder.generation, context, settings.sequences, rungs, largest.module)
-        files = {FACTS: facts.encode(), **folder.texts}
-        lines = (*largest.report, *_check_text(files, facts, str(folder.path)))
-        attachments = {f"{FOLDER}/{name}": data for name, data in files.items()}
+        attachments, notes = with_texts(folder.texts, facts, str(folder.path))
+        lines = (*largest.report, *notes)
         said += lines
         return {rung: Model(replace(one, attachments=attachments, report=lines)) for rung, one in imported.items()}
 
@@ -63,6 +59,14 @@ def plan_decoder(
     plan = plans[max(plans)]
     assert all(one.module.vars == plan.module.vars for one in plans.values()), "all rungs have the same variables"
     return replace(plan, ladder=Ladder([Rung({TOKENS: rung}, one.module) for rung, one in plans.items()]))
+
+
+def context_of(settings: GenerationSettings, longest: int | None, where: str) -> int:
+    """Return the context that is asked for, by default the longest of the model, but not more than 4096."""
+    context = settings.context or min(longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+    if context < 2:
+        raise UsageError("a context of 1 leaves no token for a text", where=where, hint="--context 2")
+    return context
 
 
 def rungs_for(context: int, sequences: int) -> tuple[int, ...]:
@@ -127,6 +131,12 @@ def _in_range(name: str, value: object) -> bool:
     if name == "top_k":
         return isinstance(value, int) and 0 <= value < 1 << 31
     return 0 <= value < float("inf") if name == "temperature" else 0 < value <= 1
+
+
+def with_texts(texts: Mapping[str, bytes], facts: GenerationFacts, where: str) -> tuple[dict[str, bytes], list[str]]:
+    """Return what travels with a bundle that generates text, and lines of the report."""
+    files = {FACTS: facts.encode(), **texts}
+    return {f"{FOLDER}/{name}": data for name, data in files.items()}, _check_text(files, facts, where)
 
 
 def _check_text(files: Mapping[str, bytes], facts: GenerationFacts, where: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""Decoders of ONNX with random weights, and past keys and values as inputs."""
