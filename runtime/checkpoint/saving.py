@@ -339,6 +339,9 @@ class Saver:
             if cause is None:
                 failure = SaveFailure(self._rank, str(error), isinstance(error, OSError))
                 self._exchange.set(f"{key}/failed", msgspec.json.encode(failure).decode())
+                # `set` does not wait for the store. Its answer to a question that follows says that it knows the cause:
+                # before the directory is gone, for which another rank will ask for one.
+                self._exchange.check([f"{key}/failed"])
         except RuntimeError as lost:  # the store went with the rank that serves it
             if isinstance(error, FileNotFoundError):
                 return self._lost(writing, lost)

@@ -7,8 +7,11 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,7 @@ from penstock.runtime.checkpoint.finding import damage_of
 from penstock.support.errors import PenstockError
 
 from ..waiting import wait_until
-from .savers import Ranks
+from .savers import TIMEOUT, Ranks
 
 RANKS = 4
 FULL = OSError(28, "No space left on device")
@@ -55,6 +58,37 @@ def test_a_rank_whose_directory_was_removed_names_the_cause(ranks):
 def test_control_a_rank_that_is_not_told_names_what_it_met(ranks, monkeypatch):
     monkeypatch.setattr(saving.Saver, "_failure_of_others", lambda saver, key: None)
     assert "[Errno 2] No such file or directory" in str(after_the_removal(ranks)[1])
+
+
+class LateStore:
+    """A connection whose values reach the store late, as those of TCPStore may: `set` does not wait. An answer comes
+    after them where the connection is `ordered`."""
+
+    def __init__(self, store: Any, ordered: bool) -> None:
+        self.store, self.ordered, self.waiting = store, ordered, []
+
+    def set(self, name: str, value: str) -> None:
+        sent = threading.Thread(target=lambda: (time.sleep(0.5), self.store.set(name, value)), daemon=True)
+        sent.start()
+        self.waiting.append(sent)
+
+    def check(self, names: list[str]) -> bool:
+        for sent in self.waiting if self.ordered else ():
+            sent.join(TIMEOUT)
+        return bool(self.store.check(names))
+
+    def get(self, name: str) -> bytes:
+        return bytes(self.store.get(name))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_cause_is_known_before_the_directory_is_removed(ranks, ordered):
+    """Control: without the order of a connection, the other rank is told nothing and names what it met."""
+    ranks.savers[0].__dict__["_exchange"] = LateStore(ranks.meeting.clone(), ordered)
+    own, other = map(str, after_the_removal(ranks))
+    assert "[Errno 28] No space left on device: " in own
+    assert ("rank 0: [Errno 28] No space left on device: " in other) == ordered
+    assert ("[Errno 2] No such file or directory" in other) != ordered
 
 
 @pytest.mark.parametrize("rank", [0, 1])
