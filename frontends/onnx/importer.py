@@ -43,6 +43,7 @@ from .hints import Marks
 from .inference import Promises, contradicts, promised_by_node, promises_of, rounds_up
 from .node import OnnxBuilder, OnnxNode, Rule
 from .report import CannotImport, Findings, contradiction, problem_of, report
+from .rules.quantised import follow_integers, on_integers
 from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of, why_without_rule
@@ -354,6 +355,7 @@ class OnnxImporter:
         ):
             try:
                 folded = fold(node, written_in)
+                follow_integers(node)
                 self.findings.folded.append(node.name)
                 return folded
             except Refused as error:
@@ -361,7 +363,8 @@ class OnnxImporter:
         try:
             rule = self.rule_of(node.proto.domain, node.kind)
             if rule is not None:
-                written = rule(node)
+                written = on_integers(node) or rule(node)
+                follow_integers(node)
                 return _all_read(node, written if isinstance(written, list | tuple) else (written,))
             function = definition(node) if standard else None
             if function is None:

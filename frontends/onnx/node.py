@@ -24,7 +24,19 @@ from penstock.ir.graph import BUFFER, PARAM, Value
 from penstock.ir.types import TensorType
 
 from .source import OnnxFile, node_name
-from .tensors import Empty, KnownTensor, NeedsKnown, NodeUnfinished, OnnxWeight, Result, Scope, Tensor, TensorList
+from .tensors import (
+    Dequantised,
+    Empty,
+    KnownTensor,
+    NeedsKnown,
+    NodeUnfinished,
+    OnnxWeight,
+    Result,
+    ScaledSums,
+    Scope,
+    Tensor,
+    TensorList,
+)
 
 # The most elements that a rule may create: a file of a few bytes can ask for any number.
 MOST_MADE = 1 << 22
@@ -39,6 +51,9 @@ class OnnxBuilder(GraphWriter):
 
     source: OnnxFile = field(kw_only=True)
     inputs: dict[Value, str] = field(default_factory=dict)
+    # By the names of tensors: what they are in integers.
+    dequantised: dict[str, Dequantised] = field(default_factory=dict)
+    scaled: dict[str, ScaledSums] = field(default_factory=dict)
     _values: dict[str, Value] = field(default_factory=dict)
     _standing: set[Value] = field(default_factory=set)
 
@@ -96,6 +111,7 @@ class OnnxNode(Writer):
         self.opset = scope.opset
         self.wanted = sum(1 for name in proto.output if name)
         self.operands = [scope.find(name) if name else None for name in proto.input]
+        self._integers: Dequantised | ScaledSums | None = None
 
     # ------------------------------------------------------------------------------------ operands
 
@@ -233,6 +249,20 @@ class OnnxNode(Writer):
         self._builder.cache(name, TensorType(dtype, dims))
         return name
 
+    def dequantised(self, i: int) -> Dequantised | None:
+        """Return what operand i was dequantised from, if it was."""
+        tensor = self.operands[i] if i < self.count else None
+        return self._builder.dequantised.get(tensor.name) if isinstance(tensor, KnownTensor | Value) else None
+
+    def scaled(self, i: int) -> ScaledSums | None:
+        """Return the sums of integers that operand i is a multiple of, if it is."""
+        tensor = self.operands[i] if i < self.count else None
+        return self._builder.scaled.get(tensor.name) if isinstance(tensor, Value) else None
+
+    def remember(self, integers: Dequantised | ScaledSums) -> None:
+        """Record what the first result is in integers, once it has its name."""
+        self._integers = integers
+
     def once(self, key: tuple[object, ...], operands: Sequence[int], make: Callable[[], T]) -> T:
         """Return what `make` gives for stored operands, which is made once for all imports of a file."""
         stored = [tensor for i in operands if (tensor := self.operands[i] if i < self.count else None) is not None]
@@ -343,6 +373,12 @@ class OnnxNode(Writer):
         for name, _ in bound:
             tensors[name] = _with_names(tensors[name], renamed)
         self.rename(renamed)
+        first = tensors.get(self.proto.output[0]) if self.proto.output else None
+        if isinstance(first, KnownTensor | Value):
+            if isinstance(self._integers, Dequantised):
+                builder.dequantised[first.name] = self._integers
+            elif isinstance(self._integers, ScaledSums):
+                builder.scaled[first.name] = self._integers
 
 
 def _with_names(tensor: Tensor | None, renamed: Mapping[Value, Value]) -> Tensor | None:

@@ -42,6 +42,25 @@ class OnnxWeight:
 
 
 @dataclass(frozen=True)
+class Dequantised:
+    """The operands that a tensor of floats was dequantised from: integers, scale and zero point, along an axis."""
+
+    integers: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    axis: int
+
+
+@dataclass(frozen=True)
+class ScaledSums:
+    """Sums of integers and positive scales that broadcast to them: their product is a tensor, or the relu of it is."""
+
+    sums: Value
+    scale: np.ndarray
+    relu: bool = False
+
+
+@dataclass(frozen=True)
 class TensorList:
     items: tuple[Tensor, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from penstock.ir.attrs import Attr
-from penstock.ir.types import TensorType, broadcast_shapes
+from penstock.ir.types import Dim, TensorType, broadcast_shapes
 
 from .table import Required, Types, Values, integer, ints, need, need_floats, need_numbers, row, same_dtype
 from .windows import WINDOW, window_of
@@ -23,9 +23,14 @@ def _matmul(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
-    groups = integer(a["groups"])
     need_floats((x, w))
     same_dtype((x, w))
+    return TensorType(x.dtype, convolved(x, w, a))
+
+
+def convolved(x: TensorType, w: TensorType, a: Values) -> tuple[Dim, ...]:
+    """Return the shape of a convolution of x by w."""
+    groups = integer(a["groups"])
     need(groups >= 1, f"groups must be 1 or more, got {groups}")
     need(
         x.rank == w.rank >= 3,
@@ -36,7 +41,7 @@ def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
         f"{x} has {x.dims[1]} channels, weight {w} in {groups} groups takes {w.dims[1] * groups}",
     )
     need(w.dims[0] % groups == 0, f"{w.dims[0]} output channels do not divide into {groups} groups")
-    return TensorType(x.dtype, (x.shape[0], w.shape[0], *window_of(a, w.dims[2:]).out_sizes(x.dims[2:])))
+    return (x.shape[0], w.shape[0], *window_of(a, w.dims[2:]).out_sizes(x.dims[2:]))
 
 
 def _conv(x: Types, a: Values) -> tuple[TensorType, ...]:

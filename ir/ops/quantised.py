@@ -6,9 +6,13 @@ Four bits are halves of an `u8`: the low half is the even element, the zero is 8
 
 from __future__ import annotations
 
+from math import prod
+
 from penstock.ir.types import INTS, TensorType
 
+from .contractions import convolved
 from .table import Required, Types, Values, integer, need, row
+from .windows import WINDOW
 
 GROUPS = (32, 64, 128)
 # How `act` treats the other operand: as it is, or rounded to 8 bits by groups.
@@ -72,6 +76,23 @@ def _matmul_bytes(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (TensorType("i32", (*data.shape[:-1], weight.shape[1])),)
 
 
+def _conv_bytes(x: Types, a: Values) -> tuple[TensorType, ...]:
+    data, weight, zero, zeros = x
+    for t in (data, weight):
+        need(t.dtype in ("i8", "u8"), f"needs whole numbers of 8 bits, got {t}")
+    dims = convolved(data, weight, a)
+    terms = prod(weight.dims[1:])
+    need(terms <= MOST_TERMS, f"{terms} terms may exceed 32 bits: at most {MOST_TERMS}")
+    need(zero == TensorType(data.dtype, ()), f"the zero point of {data} must be one {data.dtype}, got {zero}")
+    expected = TensorType(weight.dtype, (weight.shape[0],))
+    need(zeros == expected, f"the zero points of {weight} must be {expected}, got {zeros}")
+    return (TensorType("i32", dims),)
+
+
+def _conv_flops(x: Types, y: Types, a: Values) -> float:
+    return 2.0 * y[0].size * prod(x[1].dims[1:])
+
+
 def _flops(x: Types, y: Types, a: Values) -> float:
     return 2.0 * y[0].size * x[0].dims[-1]
 
@@ -99,6 +120,18 @@ ROWS = (
         # Terms stay whole: zeros that fill a part up would count as numbers less their zero points.
         dims="a... k^, k^ n, , n -> a... n",
         flops=_flops,
+    ),
+    row(
+        "conv_bytes",
+        "contract",
+        4,
+        _conv_bytes,
+        "exact sums of (x - zero) * (w - zeros) of a convolution in 32 bits, from (x[n,c,...], w[o,c/groups,...], "
+        "zero, zeros [o]), bytes with or without sign; padding is zero points",
+        flops=_conv_flops,
+        dims="n c^ y...^, o^ c^ k...^, , o^ -> n o^ y...^",
+        groups=1,
+        **WINDOW,  # type: ignore[arg-type]
     ),
     row(
         "gather_q",

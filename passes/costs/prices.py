@@ -62,6 +62,7 @@ _OF_KIND = {
     "matmul_q": PRODUCTS,
     "matmul_bytes": PRODUCTS,
     "conv": CONVOLUTIONS,
+    "conv_bytes": CONVOLUTIONS,
     "conv_grad_input": CONVOLUTIONS,
     "conv_grad_weight": CONVOLUTIONS,
     "attention": ATTENTION,

@@ -46,7 +46,7 @@ _HALVES = ("f16", "bf16")
 _PACKING = ("matmul", "conv", "conv_grad_input")
 # Operations with results that elementwise operations can go on with while they stand in registers.
 _OPEN = {
-    *("matmul", "matmul_q", "matmul_bytes", "conv", "conv_grad_input", "conv_grad_weight"),
+    *("matmul", "matmul_q", "matmul_bytes", "conv", "conv_bytes", "conv_grad_input", "conv_grad_weight"),
     *(
         "softmax",
         "softmax_grad",
@@ -67,7 +67,7 @@ _APART = ("attention_grad",)
 # The gradient of a lookup is scattered: it can be added to its variable, nothing else.
 _SCATTERED = ("gather_grad",)
 # Operations with a weight behind the first operand that their kernels read in a packed order.
-_PACKABLE = ("matmul", "conv", "matmul_q", "matmul_bytes")
+_PACKABLE = ("matmul", "conv", "matmul_q", "matmul_bytes", "conv_bytes")
 # Keys are made of the same few numbers. All keys of a graph are in one kernel: otherwise each kernel that reads one
 # would be compiled by itself.
 _KEYS = ("random_key",)

@@ -156,6 +156,11 @@ def conv(
     return getattr(F, f"conv{rank}d")(_border(x, pads), w, None, strides or 1, 0, dilations or 1, groups)
 
 
+def _conv_bytes(x: Tensor, weight: Tensor, zero: Tensor, zeros: Tensor, **a: Any) -> Tensor:
+    less = weight.double() - zeros.double().reshape(-1, *(1,) * (weight.dim() - 1))
+    return conv(x.double() - zero.double(), less, **a).int()
+
+
 def _conv_grad_input(dy: Tensor, w: Tensor, shape: tuple[int, ...], **a: Any) -> Tensor:
     return grad(lambda x, v: conv(x, v, **a), 0, dy, torch.zeros(shape, dtype=dy.dtype), w)
 
@@ -466,6 +471,7 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "gather": _gather,
     "matmul_q": _matmul_q,
     "matmul_bytes": _matmul_bytes,
+    "conv_bytes": _conv_bytes,
     "gather_q": lambda indices, *weight, **a: _dequantised(*weight, **a)[indices.long() % weight[0].shape[0]],
     "gather_grad": _gather_grad,
     "scatter": _scatter,

@@ -46,6 +46,17 @@ refuse("matmul_bytes", "u8[2,4]", "i8[4,3]", "i8[]", "i8[3]", because="the zero 
 refuse("matmul_bytes", "u8[2,4]", "i8[4,3]", "u8[]", "i8[]", because="the zero points of")
 refuse("matmul_bytes", "u8[2,40000]", "i8[40000,3]", "u8[]", "i8[3]", because="may exceed 32 bits")
 
+sample("conv_bytes", "T[2,7,5,6]", "i8[9,7,3,3]", "T[]", "i8[9]", dtypes=("i8", "u8"), draws=_BYTES, pads=(1, 0, 1, 2))
+sample("conv_bytes", "u8[1,4,9]", "u8[6,2,3]", "u8[]", "u8[6]", draws=_BYTES, groups=2, strides=(2,))
+sample("conv_bytes", "i8[1,5,4,4]", "i8[3,5,1,1]", "i8[]", "i8[3]", draws=_BYTES)
+sample("conv_bytes", "u8[1,3,4,5,6]", "i8[2,3,2,1,3]", "u8[]", "i8[2]", draws=_BYTES, dilations=(2, 1, 1))
+sample("conv_bytes", "u8[0,3,4]", "i8[2,3,2]", "u8[]", "i8[2]", draws=_BYTES)
+refuse("conv_bytes", "f32[1,2,4]", "i8[3,2,3]", "f32[]", "i8[3]", because="needs whole numbers of 8 bits")
+refuse("conv_bytes", "u8[1,2,4]", "i8[3,5,3]", "u8[]", "i8[3]", because="takes 5")
+refuse("conv_bytes", "u8[1,2,4]", "i8[3,2,3]", "i8[]", "i8[3]", because="the zero point of")
+refuse("conv_bytes", "u8[1,2,4]", "i8[3,2,3]", "u8[]", "i8[]", because="the zero points of")
+refuse("conv_bytes", "u8[1,40000,4]", "i8[3,40000,3]", "u8[]", "i8[3]", because="may exceed 32 bits")
+
 sample(
     "gather_q", "T[4]", "i8[9,64]", "f16[9,2]", dtypes=INTS, draws=(index(9), any_number, positive), bits=8, group=32
 )

@@ -29,6 +29,7 @@ from .attention import forward as attention
 from .attention import gradient as attention_grad
 from .caches import attend, pick, put
 from .conv import conv, windows
+from .conv.integers import convolution as byte_conv
 from .elementwise import elementwise, lookup
 from .product import byte_product, gemm, quantised
 from .recurrent import steps
@@ -39,6 +40,7 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
     "matmul": gemm.emit_matmul,
     "matmul_q": quantised.emit_matmul_q,
     "matmul_bytes": byte_product.emit_matmul_bytes,
+    "conv_bytes": byte_conv.emit_conv_bytes,
     "attention": attention.emit_attention,
     "attention_grad": attention_grad.emit_attention_grad,
     "conv": conv.emit_conv,
@@ -82,6 +84,7 @@ _OF_NOTHING = {
             "matmul",
             "matmul_q",
             "matmul_bytes",
+            "conv_bytes",
             "conv",
             "conv_grad_input",
             "conv_grad_weight",

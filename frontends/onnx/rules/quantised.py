@@ -10,22 +10,30 @@ Integers of 4 and 2 bits and floats of 8 have no counterpart here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
+
+import numpy as np
 
 from penstock.frontends.formulas.elementwise import between, limits_of, widened
 from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape, transpose
 from penstock.frontends.formulas.products import product
 from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.frontends.onnx.source import our_dtype
+from penstock.frontends.onnx.tensors import Dequantised, Empty, KnownTensor, ScaledSums, Tensor, TensorList
+from penstock.frontends.onnx.versions import DOMAINS
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.ops.quantised import MOST_TERMS
-from penstock.ir.types import FLOATS, INTS
+from penstock.ir.types import FLOATS, INTS, numpy_dtype
 
 from .neural import kernel_of, window_of
 
 # Integers up to here are exact in f32.
 _EXACT = 1 << 24
+# Convolutions in groups stay in floats below so many terms of a sum.
+_FEW_TERMS = 32
 
 
 def _type_attr(n: OnnxNode, name: str) -> str | None:
@@ -135,34 +143,80 @@ def _product(n: OnnxNode, a: int, a_zero: int, b: int, b_zero: int) -> Value:
     x_zero = _per_row(n, a_zero, x, -2 if x.type.rank > 1 else -1) if n.has(a_zero) else None
     y_zero = _per_row(n, b_zero, y, -1) if n.has(b_zero) else None
     of_bytes = _of_bytes(n, x, y, x_zero, y_zero)
-    return of_bytes or product(n, _less_zero(n, x, x_zero, "i32"), _less_zero(n, y, y_zero, "i32"))
+    if of_bytes is not None:
+        return of_bytes
+    if {x.type.dtype, y.type.dtype} <= {"i8", "u8"} and 255 * 255 * x.type.dims[-1] < _EXACT:
+        sums = product(n, _less_zero(n, x, x_zero, "f32"), _less_zero(n, y, y_zero, "f32"))
+        return n.cast(sums, "i32")
+    return product(n, _less_zero(n, x, x_zero, "i32"), _less_zero(n, y, y_zero, "i32"))
 
 
 def _qlinear_matmul(n: OnnxNode) -> Result:
     x, y = n.value(0), n.value(3)
     total = _product(n, 0, 2, 3, 5)
-    scale = n.emit("mul", _per_row(n, 1, x, -2), _per_row(n, 4, y, -1))
-    out = n.statistic(6)
-    scale = n.emit("div", scale, reshape(n, out, ()) if out.type.size == 1 else out)
+    known = _known_scale(n, (1, 4), 6)
+    if known is not None and max(known.ndim, y.type.rank) <= 2:
+        scale = n.literal(known, "f32")
+    else:
+        scale = n.emit("mul", _per_row(n, 1, x, -2), _per_row(n, 4, y, -1))
+        out = n.statistic(6)
+        scale = n.emit("div", scale, reshape(n, out, ()) if out.type.size == 1 else out)
     product = n.emit("mul", n.cast(total, scale.type.dtype), scale)
     zero = n.statistic(7)
     return _saturated(n, product, reshape(n, zero, ()) if zero.type.size == 1 else zero, n.type(7).dtype)
 
 
+def _known_scale(n: OnnxNode, factors: Sequence[int], divisor: int) -> np.ndarray | None:
+    """Return the product of scales over another one, of which all but one are single numbers; None if unknown."""
+    arrays = [n.known(i) for i in (*factors, divisor)]
+    known = [array for array in arrays if array is not None and array.dtype == np.float32]
+    if len(known) < len(arrays) or sum(array.size > 1 for array in known) > 1 or known[-1].size > 1:
+        return None
+    scale = known[-1].reshape(())
+    wide = [array.reshape(()) if array.size == 1 else array for array in known[:-1]]
+    return np.asarray(np.prod(np.stack(np.broadcast_arrays(*wide)), axis=0, dtype=np.float32) / scale, np.float32)
+
+
+def _windows_of_bytes(n: OnnxNode, x: Value, w: Value, zero: Value | None, zeros: Value | None) -> Value | None:
+    """Write the sums of a convolution of bytes less their zero points.
+
+    Return None where `conv_bytes` has no form for it, or few channels would leave most of its kernel's words empty.
+    """
+    groups, filters = n.int_attr("group", 1), w.type.dims[0]
+    terms = prod(w.type.dims[1:])
+    if not {x.type.dtype, w.type.dtype} <= {"i8", "u8"} or terms > MOST_TERMS or (groups > 1 and terms < _FEW_TERMS):
+        return None
+    if (zero is not None and zero.type.size != 1) or (zeros is not None and zeros.type.size not in (1, filters)):
+        return None
+    one = n.literal(0, x.type.dtype) if zero is None else reshape(n, zero, ())
+    every = n.literal(0, w.type.dtype) if zeros is None else zeros
+    every = reshape(n, every, (filters,) if every.type.size == filters else ())
+    window = window_of(n, kernel_of(n, w)).attrs
+    return n.emit("conv_bytes", x, w, one, expand(n, every, (filters,)), groups=groups, **window)
+
+
 def _convolution(n: OnnxNode, w_at: int, x_zero: int, w_zero: int) -> Value:
-    """Compute the sums of a convolution, as floats that hold them exactly."""
+    """Compute the sums of a convolution: in integers, or as floats that hold them exactly."""
     x, w = n.value(0), n.value(w_at)
     kernel = kernel_of(n, w)
     n.require(
         x.type.dtype in ("i8", "u8") and w.type.dtype in ("i8", "u8"),
         f"needs integers of 8 bits, got {x.type} and {w.type}",
     )
-    dtype = "f32" if 255 * 255 * prod(w.type.dims[1:]) < _EXACT else "f64"
     groups = n.int_attr("group", 1)
     n.require(groups > 0, f"{groups} groups")
+    zero, zeros = (n.statistic(i) if n.has(i) else None for i in (x_zero, w_zero))
+    if (of_bytes := _windows_of_bytes(n, x, w, zero, zeros)) is not None:
+        return of_bytes
+    dtype = "f32" if 255 * 255 * prod(w.type.dims[1:]) < _EXACT else "f64"
     data = _less_zero(n, x, _along(n, x_zero, x, 1) if n.has(x_zero) else None, dtype)
     weight = _less_zero(n, w, _along(n, w_zero, w, 0) if n.has(w_zero) else None, dtype)
     return n.emit("conv", data, weight, groups=groups, **window_of(n, kernel).attrs)
+
+
+def _per_channel(array: np.ndarray, rank: int) -> np.ndarray:
+    """Shape numbers so that they broadcast to the channels of a tensor."""
+    return array.reshape(()) if array.size == 1 else array.reshape(1, array.size, *(1,) * (rank - 2))
 
 
 def _qlinear_conv(n: OnnxNode) -> Result:
@@ -173,9 +227,13 @@ def _qlinear_conv(n: OnnxNode) -> Result:
             total,
             n.cast(reshape(n, n.value(8), (1, w.type.dims[0], *(1,) * (w.type.rank - 2))), total.type.dtype),
         )
-    x_scale, w_scale, y_scale = (n.statistic(i) for i in (1, 4, 6))
-    scale = n.emit("div", n.emit("mul", reshape(n, x_scale, ()), w_scale), reshape(n, y_scale, ()))
-    scale = reshape(n, scale, () if scale.type.size == 1 else (1, scale.type.size, *(1,) * (w.type.rank - 2)))
+    known = _known_scale(n, (1, 4), 6)
+    if known is not None:
+        scale = n.literal(_per_channel(known, w.type.rank), "f32")
+    else:
+        x_scale, w_scale, y_scale = (n.statistic(i) for i in (1, 4, 6))
+        scale = n.emit("div", n.emit("mul", reshape(n, x_scale, ()), w_scale), reshape(n, y_scale, ()))
+        scale = reshape(n, scale, () if scale.type.size == 1 else (1, scale.type.size, *(1,) * (w.type.rank - 2)))
     product = n.emit("mul", n.cast(total, "f32"), scale)
     return _saturated(n, product, reshape(n, n.statistic(7), ()), n.type(7).dtype)
 
@@ -187,6 +245,149 @@ RULES: dict[str, Rule] = {
     "QLinearMatMul": _qlinear_matmul,
     "ConvInteger": lambda n: n.cast(_convolution(n, 1, 2, 3), "i32"),
     "QLinearConv": _qlinear_conv,
+}
+
+
+# ---------------------------------------------------------------------------------------- floats made of bytes
+
+
+def follow_integers(n: OnnxNode) -> None:
+    """Record what the result of a node is in integers, for the products that read it."""
+    if n.kind == "DequantizeLinear" and not n.int_attr("block_size"):
+        zero = n.operands[2] if n.has(2) else None
+        n.remember(Dequantised(n.operand(0), n.operand(1), zero, n.int_attr("axis", 1)))
+    elif n.kind == "Relu" and (sums := n.scaled(0)) is not None:
+        n.remember(replace(sums, relu=True))
+
+
+def on_integers(n: OnnxNode) -> Result | None:
+    """Write a product of dequantised tensors, or the quantising of one, in integers. None without such a form."""
+    rule = _ON_INTEGERS.get(n.kind)
+    return rule(n) if rule is not None and n.proto.domain in DOMAINS else None
+
+
+def _numbers(n: OnnxNode, tensor: Tensor | None, axis: int, along: int, rank: int) -> np.ndarray | None:
+    """Return known scales or zero points: one, or, if `axis` is dimension `along` of the tensor, one for each entry."""
+    if not isinstance(tensor, KnownTensor):
+        return None
+    array = tensor.array
+    return array.reshape(array.size) if array.size == 1 or (array.ndim == 1 and axis % rank == along) else None
+
+
+def _bytes_of(n: OnnxNode, i: int, along: int | None) -> tuple[Value, np.ndarray, np.ndarray] | None:
+    """Return the bytes behind operand i, their scales and their zero points.
+
+    There is one of each, or one for each entry of dimension `along`. None if it is not made of bytes so.
+    """
+    source = n.dequantised(i)
+    if source is None or isinstance(source.integers, TensorList | Empty) or n.type(i).dtype != "f32":
+        return None
+    if isinstance(source.integers, KnownTensor) and source.integers.array.dtype not in (np.int8, np.uint8):
+        return None
+    kind = n.type_of(source.integers)
+    dtype = kind.dtype
+    if dtype not in ("i8", "u8"):
+        return None
+    at = -1 if along is None else along % kind.rank
+    scale = _numbers(n, source.scale, source.axis, at, kind.rank)
+    zero: np.ndarray | None = np.zeros(1, numpy_dtype(dtype))
+    if source.zero is not None:
+        zero = _numbers(n, source.zero, source.axis, at, kind.rank)
+    if scale is None or zero is None or scale.dtype != np.float32 or not bool((scale > 0).all()):
+        return None
+    return n.value_of(source.integers), scale, zero
+
+
+def _scaled_matrix(n: OnnxNode, *, turned: bool = False) -> ScaledSums | None:
+    x, y = _bytes_of(n, 0, None), _bytes_of(n, 1, 0 if turned else -1)
+    if x is None or y is None or y[0].type.rank != 2:
+        return None
+    right = transpose(n, y[0], (1, 0)) if turned else y[0]
+    sums = _of_bytes(n, x[0], right, *(n.literal(zero, x[0].type.dtype) for zero in (x[2], y[2])))
+    return None if sums is None else ScaledSums(sums, _single(x[1] * y[1]))
+
+
+def _single(array: np.ndarray) -> np.ndarray:
+    return array.reshape(()) if array.size == 1 else array
+
+
+def _biased(n: OnnxNode, scaled: ScaledSums, i: int, shape: Sequence[int]) -> Result:
+    """Add operand i to scaled sums: to the sums if it is made of whole numbers of the same scale."""
+    bias: Value | None = None
+    if n.has(i):
+        source = n.dequantised(i)
+        scale = source.scale if source is not None else None
+        same = (
+            source is not None
+            and isinstance(source.integers, KnownTensor)
+            and source.integers.array.dtype == np.int32
+            and isinstance(scale, KnownTensor)
+            and scale.array.size in (1, scaled.scale.size)
+            and np.allclose(scale.array.reshape(-1), scaled.scale.reshape(-1), rtol=1e-6, atol=0)
+            and (source.zero is None or (isinstance(source.zero, KnownTensor) and not source.zero.array.any()))
+        )
+        if same and source is not None and isinstance(source.integers, KnownTensor):
+            whole = n.literal(source.integers.array.reshape(tuple(shape)), "i32")
+            scaled = replace(scaled, sums=n.emit("add", scaled.sums, whole))
+        else:
+            bias = reshape(n, n.value(i), shape)
+    result = n.emit("mul", n.cast(scaled.sums, "f32"), n.literal(scaled.scale, "f32"))
+    if bias is not None:
+        return n.emit("add", result, bias)
+    n.remember(scaled)
+    return result
+
+
+def _matmul_on_integers(n: OnnxNode) -> Result | None:
+    scaled = _scaled_matrix(n)
+    return None if scaled is None else _biased(n, scaled, 2, ())
+
+
+def _gemm_on_integers(n: OnnxNode) -> Result | None:
+    turned, plain = bool(n.int_attr("transB")), n.float_attr("alpha", 1.0) == n.float_attr("beta", 1.0) == 1.0
+    columns = n.type(1).dims[0 if turned else 1]
+    if n.int_attr("transA") or not plain or (n.has(2) and n.type(2).size != columns):
+        return None
+    scaled = _scaled_matrix(n, turned=turned)
+    return None if scaled is None else _biased(n, scaled, 2, (columns,))
+
+
+def _conv_on_integers(n: OnnxNode) -> Result | None:
+    x, w = _bytes_of(n, 0, None), _bytes_of(n, 1, 0)
+    if x is None or w is None or n.int_attr("group", 1) < 1:
+        return None
+    sums = _windows_of_bytes(n, x[0], w[0], *(n.literal(zero, x[0].type.dtype) for zero in (x[2], w[2])))
+    if sums is None:
+        return None
+    rank = w[0].type.rank
+    scaled = ScaledSums(sums, _per_channel(x[1] * w[1], rank))
+    return _biased(n, scaled, 2, (1, w[0].type.dims[0], *(1,) * (rank - 2)))
+
+
+def _quantize_on_integers(n: OnnxNode) -> Result | None:
+    """Quantise scaled sums by one factor, as QLinearMatMul and QLinearConv do."""
+    scaled, scale = n.scaled(0), n.known(1)
+    if scaled is None or scale is None or scale.size != 1 or scale.dtype != np.float32 or not (scale > 0).all():
+        return None
+    wanted = _type_attr(n, "output_dtype")
+    dtype = n.type(2).dtype if n.has(2) else wanted or "u8"
+    if n.int_attr("block_size") or n.given("precision") or dtype not in ("i8", "u8") or wanted not in (None, dtype):
+        return None
+    if n.has(2) and n.type(2).size != 1:
+        return None
+    n.ignore("saturate", "axis")
+    factor = np.asarray(scaled.scale / scale.reshape(()), np.float32)
+    y = n.emit("mul", n.cast(scaled.sums, "f32"), n.literal(factor, "f32"))
+    if scaled.relu:
+        y = n.emit("relu", y)
+    return _saturated(n, y, reshape(n, n.statistic(2), ()) if n.has(2) else None, dtype)
+
+
+_ON_INTEGERS: dict[str, Callable[[OnnxNode], Result | None]] = {
+    "MatMul": _matmul_on_integers,
+    "Gemm": _gemm_on_integers,
+    "Conv": _conv_on_integers,
+    "QuantizeLinear": _quantize_on_integers,
 }
 
 

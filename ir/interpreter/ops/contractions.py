@@ -24,7 +24,8 @@ def _groups(x: Array, axis: int, groups: int) -> list[Array]:
     return np.split(x, groups, axis)
 
 
-def _conv(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+def convolve(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    """Compute a convolution as one product per position of its window."""
     window = window_of(a, x[1].shape[2:])
     padded, outs = with_border(x[0], window, 0), window.out_sizes(x[0].shape[2:])
     parts = []
@@ -100,7 +101,7 @@ def _attention_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 
 RULES: dict[str, Rule] = {
     "matmul": _matmul,
-    "conv": _conv,
+    "conv": convolve,
     "conv_grad_input": _conv_grad_input,
     "conv_grad_weight": _conv_grad_weight,
     "attention": _attention,

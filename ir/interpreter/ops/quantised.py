@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .arrays import Array, Rule, Values, check_indices, wide
+from .contractions import convolve
 
 LEAST = 2.0**-120
 
@@ -59,10 +60,22 @@ def _matmul_bytes(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     return (np.matmul(data - zero, weight - zeros).astype(np.int32),)
 
 
+def _conv_bytes(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    """Add up in 64-bit floats, which hold every sum."""
+    data, weight, zero, zeros = (array.astype(np.float64) for array in x)
+    less = weight - zeros.reshape(-1, *(1,) * (weight.ndim - 1))
+    return (convolve((data - zero, less), a)[0].astype(np.int32),)
+
+
 def _gather_q(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     indices, table = x[0], dequantised(x[1:], a, np.dtype(np.float32))
     check_indices("gather index", indices, -len(table), len(table))
     return (table[indices],)
 
 
-RULES: dict[str, Rule] = {"matmul_q": _matmul_q, "matmul_bytes": _matmul_bytes, "gather_q": _gather_q}
+RULES: dict[str, Rule] = {
+    "matmul_q": _matmul_q,
+    "matmul_bytes": _matmul_bytes,
+    "conv_bytes": _conv_bytes,
+    "gather_q": _gather_q,
+}

@@ -301,6 +301,7 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
     "attention_grad": emit_attention_grad,
     "matmul_q": quantised.emit_matmul_q,
     "matmul_bytes": quantised.emit_matmul_bytes,
+    "conv_bytes": quantised.emit_conv_bytes,
     "conv": windows.emit_conv,
     "conv_grad_input": windows.emit_conv_grad_input,
     "conv_grad_weight": windows.emit_conv_grad_weight,

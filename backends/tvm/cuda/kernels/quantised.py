@@ -6,15 +6,17 @@ and blocks that share a row would be faster.
 
 from __future__ import annotations
 
+from math import prod
+
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.elementwise.elementwise import emit_nest
 from penstock.backends.tvm.kernels.tools.arithmetic import absolute, unfolded
-from penstock.backends.tvm.kernels.tools.elements import Index, zero
+from penstock.backends.tvm.kernels.tools.elements import Index, unravel, zero
 from penstock.backends.tvm.kernels.tools.emit import Expr, i32, literal
 from penstock.ir.graph import Op
 from penstock.ir.interpreter.ops.quantised import LEAST
-from penstock.ir.ops import complete_attrs, integer
+from penstock.ir.ops import complete_attrs, integer, window_of
 
 from .body import DeviceBody
 
@@ -95,6 +97,37 @@ def emit_matmul_bytes(body: DeviceBody, op: Op) -> None:
             with emit.loop(x.type.dims[-1], name="k") as k, body.point():
                 left = less(body.at(x, (*row, k)), body.at(x_zero, ()))
                 right = less(body.at(weight, (k, column)), body.at(zeros, (column,)))
+                emit.store(total, emit.load(total, zero()) + left * right, zero())
+            body.finish({out: (emit.bind(emit.load(total, zero())), index)})
+
+    emit_nest(body, out.type.dims, out.type.rank - 1, point)
+
+
+def emit_conv_bytes(body: DeviceBody, op: Op) -> None:
+    """Emit exact sums of products of a window of bytes less their zero points."""
+    emit, (x, weight, x_zero, zeros), out, attrs = body.emit, op.ins, op.outs[0], complete_attrs(op)
+    window, sizes = window_of(attrs, weight.type.dims[2:]), x.type.dims[2:]
+    channels, filters = weight.type.dims[1], out.type.dims[1] // integer(attrs["groups"])
+
+    def point(index: Index) -> None:
+        with body.point():
+            image, output, *place = index
+            total = emit.alloc(1, "i32", "sum")
+            emit.store(total, i32(0), zero())
+            nothing = emit.bind(tirx.Cast("int32", body.at(zeros, (output,))))
+            group = emit.bind(tirx.floordiv(output, filters) * channels)
+            with emit.loop(prod(weight.type.dims[1:]), name="k") as k, body.point():
+                channel, *tap = unravel(k, weight.type.dims[1:])
+                inside, source = literal(1, "i32") > 0, []
+                for o, t, s, d, low, size in zip(
+                    place, tap, window.strides, window.dilations, window.low, sizes, strict=True
+                ):
+                    at = emit.bind(o * s + t * d - low)
+                    inside = tirx.And(inside, tirx.And(at >= 0, at < size))
+                    source.append(tirx.max(tirx.min(at, i32(size - 1)), i32(0)))
+                number = tirx.Cast("int32", body.at(x, (image, group + channel, *source)))
+                left = tirx.Select(inside, number - tirx.Cast("int32", body.at(x_zero, ())), i32(0))
+                right = tirx.Cast("int32", body.at(weight, (output, channel, *tap))) - nothing
                 emit.store(total, emit.load(total, zero()) + left * right, zero())
             body.finish({out: (emit.bind(emit.load(total, zero())), index)})
 

@@ -444,7 +444,7 @@ class Body:
 
     def sources(self, op: Op) -> tuple[Value, ...]:
         """Return the stored values that the weight of an operation is made of."""
-        weight = op.ins[1:2] if op.kind == "matmul_bytes" else op.ins[1:]
+        weight = op.ins[1:2] if op.kind in ("matmul_bytes", "conv_bytes") else op.ins[1:]
         return tuple(dict.fromkeys(self.source(v) for v in weight))
 
     def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:

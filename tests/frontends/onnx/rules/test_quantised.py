@@ -97,6 +97,8 @@ def test_sums_that_f32_cannot_hold_are_exact(tmp_path: Path, monkeypatch: pytest
     assert exact.max() > 1 << 24
     np.testing.assert_array_equal(run(import_onnx(path), feeds)[0], exact)
     np.testing.assert_array_equal(judge(path, feeds)[0], exact)
+    monkeypatch.setattr(quantised, "_windows_of_bytes", lambda *operands: None)
+    np.testing.assert_array_equal(run(import_onnx(path), feeds)[0], exact)
     monkeypatch.setattr(quantised, "_EXACT", 1 << 40)
     assert not np.array_equal(run(import_onnx(path), feeds)[0], exact)
 

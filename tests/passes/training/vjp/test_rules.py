@@ -183,6 +183,7 @@ def test_every_differentiable_row_has_a_rule_and_a_case():
         "pick",
         "matmul_q",
         "matmul_bytes",
+        "conv_bytes",
         "gather_q",
     } | {name for name in OPS if name.startswith(("bit_", "shift_"))}
     grads = {name for name in OPS if "_grad" in name} - {"conv_grad_input"}

@@ -1,0 +1,1 @@
+"""Kernels of convolutions of whole numbers of 8 bits."""
