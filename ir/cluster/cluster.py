@@ -47,6 +47,8 @@ MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
 # The same of messages through memory that both ranks share, whose bytes the sender copies (penstock doctor,
 # on the machine of docs/performance.md).
 SHARED_OVERHEAD, COPY_BANDWIDTH = 2e-5, 7e9
+# The source of rates that were measured on the device.
+MEASURED = "measured"
 EFFICIENCY_PREFIX = "efficiency."
 # The simulator shares every one of them out.
 MOST_THREADS = 65536
@@ -61,7 +63,8 @@ class Device:
     `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`,
     and on a CPU its bytes take processor time at `socket_bandwidth`. In memory of one host an end takes
     `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`. `gpu` is the number or the UUID of a GPU on
-    its host; several devices may be one GPU."""
+    its host; several devices may be one GPU. The `source` of rates is `measured` where `penstock doctor` or a plan
+    measured them."""
 
     name: str
     kind: str = "cpu"
@@ -81,6 +84,7 @@ class Device:
     shared_overhead: float = SHARED_OVERHEAD
     copy_bandwidth: float = COPY_BANDWIDTH
     gpu: str = ""
+    source: str = ""
 
     def fields(self) -> dict[str, Scalar]:
         """Return the fields of a device as its file and a module's text list them; rare fields only where they are not
@@ -125,6 +129,7 @@ SELDOM = (
     "shared_overhead",
     "copy_bandwidth",
     "gpu",
+    "source",
 )
 _USUAL = {f.name: f.default for f in fields(Device)}
 

@@ -20,14 +20,14 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     nic_bandwidth = "25 Gbit/s"               [host.device]     # what its devices have that do not say otherwise
     nic_latency = "10 us"                     threads = 8
 
-Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from
-1 to 1e24, seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a table
-of several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what
-`penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`, `shared_overhead` (seconds),
-`socket_bandwidth`, `copy_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"`
-instead of a target, as NVIDIA names the architecture; its rates are by default those of the usual card of that
-architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names the host of every
-device among them, if there are several.
+Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are
+from 1 to 1e24, seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a
+table of several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and
+what `penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`, `shared_overhead` (seconds),
+`socket_bandwidth`, `copy_bandwidth`, the table `efficiency`, and `source = "measured"`. A device of kind cuda (or
+gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those of
+the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables
+names the host of every device among them, if there are several.
 
 What is written says everything, so that reading it back gives the same cluster.
 """
@@ -122,6 +122,7 @@ _DEVICE = {
     "copy_bandwidth": "bytes per second",
     "efficiency": "table",
     "gpu": "gpu",
+    "source": "word",
 }
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}

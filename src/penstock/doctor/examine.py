@@ -50,14 +50,12 @@ from penstock.support.errors import PenstockError, UsageError
 from penstock.support.helper_processes import failure, outputs, start
 from penstock.support.processes import command_of
 
-from .kernels import Rates, compile_yardsticks
+from .kernels import BUSY, Rates, compile_yardsticks, granted, with_rates
 from .links import Loopback, Wire, fit, measure_loopback, measure_pairs
 
 Say = Callable[[str], None]
 PACKAGES = ("penstock", "apache-tvm", "apache-tvm-ffi", "torch", "numpy", "onnx", "onnxruntime", "nvidia-ml-py")
 _MEASURE_TIMEOUT = 120.0
-# More than this share of the cores at work for other programs spoils the measurements.
-_BUSY = 0.3
 # Pairs of hosts that differ by more than this from their class are listed one by one.
 _ALIKE = 0.2
 
@@ -154,14 +152,14 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     wanted = sum(d.threads for d in planned.devices)
     if wanted > cores:
         problems.append(f"the devices have {wanted} threads, but {cores} cores may be used: they slow each other down")
-    part = _granted(quota, wanted)
+    part = granted(quota, wanted)
     if part < 1:
         problems.append(
             f"the control group allows {quota:g} cores' worth of time, the devices have {wanted} threads: "
             "rates are those within it"
         )
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > _BUSY * cores:
+    load = machine.load()
+    if load > BUSY * cores:
         problems.append(
             f"other programs keep {load:.1f} of {cores} cores busy: times of several threads and of links are too long"
         )
@@ -179,7 +177,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     if loopback.ends:
         # Ends of messages take processor time, too: of one thread, however many a device has. Under a quota they take
         # longer by the wait for it.
-        part = _granted(quota, len(planned.devices))
+        part = granted(quota, len(planned.devices))
         socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in loopback.ends]))
         devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
         copied, overhead = _rounded(
@@ -205,11 +203,6 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         loopback.ends,
         loopback.shared_ends,
     )
-
-
-def _granted(quota: float | None, threads: int) -> float:
-    """Return the part of their time that so many threads get, which are busy at once."""
-    return 1.0 if quota is None else min(1.0, quota / threads)
 
 
 def _versions() -> dict[str, str]:
@@ -238,7 +231,7 @@ def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[st
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
             return list(planned.devices)
-    return [_with_rates(device, measured) for device, measured in zip(planned.devices, rates, strict=True)]
+    return [with_rates(device, measured) for device, measured in zip(planned.devices, rates, strict=True)]
 
 
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:
@@ -255,14 +248,6 @@ def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[R
     if (problem := failure(running, written)) is not None:
         raise PenstockError(f"measuring failed:\n{problem}", where="doctor")
     return [msgspec.json.decode(out, type=Rates) for out, _ in written]
-
-
-def _with_rates(device: Device, rates: Rates) -> Device:
-    return replace(
-        device, flops=rates.flops, bandwidth=rates.bandwidth, cache=rates.cache, cache_bandwidth=rates.cache_bandwidth,
-        overhead=rates.overhead,
-        call_overhead=rates.call_overhead, efficiency=tuple(rates.efficiency.items()),
-    )  # fmt: skip
 
 
 def _measured_copies(problems: list[str]) -> tuple[float, float] | None:

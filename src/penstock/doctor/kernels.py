@@ -2,6 +2,9 @@
 
     python -m penstock.support.processes yardsticks FOLDER --threads N --part P
 
+`doctor/local.py` takes the few yardsticks of `QUICK`, which compile and run in about a second, for plans of this
+machine without a cluster file.
+
 In: a folder with the compiled yardsticks (`compile_yardsticks`), and a process whose environment has the threads.
 Also the part of their time that a quota of the control group leaves them. Out: `Rates` as JSON.
 
@@ -30,20 +33,23 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from penstock.backends.interface import CompileOptions, StageProgram
 from penstock.backends.registry import backend_of
+from penstock.ir.cluster.cluster import MEASURED, Device
 from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, signature
 from penstock.ir.ops import cost_of, make
 from penstock.ir.types import TensorType
-from penstock.runtime.state.store import TORCH_DTYPES
 from penstock.support.entry_points import ENTRY_POINTS
+
+if TYPE_CHECKING:
+    import torch
 
 # A measurement ends after so many calls and so many seconds.
 _CALLS, _SECONDS = 5, 0.12
@@ -59,7 +65,18 @@ _LAYER = (3 << 20, 12 << 20)
 _TINY = 32
 # Operands of a yardstick are spread over so many bytes, but for those that measure a place in memory.
 _SPREAD, _MOST_SETS = 16 << 20, 16
+# Elements of an operand, after which they repeat.
+_PERIOD = 1 << 20
+# More than this share of the cores at work for other programs spoils measurements.
+BUSY = 0.3
 _RESTED = ("flops", "bandwidth", "cache", "overhead")
+# The yardsticks that say most about models, and compile soonest; the others keep the usual efficiencies. Such a
+# measurement ends after fewer seconds.
+QUICK = (
+    "large", "forward", "weights", "gelu", "softmax", "layer_norm", "transposed", "joined", "update",
+    "sum524288", "sum1048576", "sum4194304", "sum16777216", "tiny1", "tiny33",
+)  # fmt: skip
+_QUICK_SECONDS = 0.02
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,72 +207,89 @@ def _added(name: str, length: int) -> Graph:
 
 
 @cache
-def _module() -> Module:
+def _module(names: tuple[str, ...] = ()) -> Module:
+    """Return the yardsticks of the names, or all, as one stage."""
     roles = {"w": PARAM, "g": GRAD, "m": STATE, "v": STATE}
     vars = {name: Var(name, TensorType("f32", (_UPDATED,)), role, 0) for name, role in roles.items()}
     lists = {"stream": _LENGTH} | {f"sum{length}": length for length in _WORKING}
     vars |= {name: Var(name, TensorType("f32", (length,)), GRAD, 0) for name, length in lists.items()}
     return Module(
-        "yardsticks", vars=vars, graphs={y.graph.name: y.graph for y in yardsticks()}, stages=(Stage(0, "cpu:0"),)
+        "yardsticks",
+        vars=vars,
+        graphs={y.graph.name: y.graph for y in yardsticks() if not names or y.name in names},
+        stages=(Stage(0, "cpu:0"),),
     )
 
 
-def compile_yardsticks(folder: Path) -> None:
-    """Compile the graphs that `measure` runs, for this machine's processor."""
-    files = backend_of("tvm").compile_stages(_module(), [0], folder, CompileOptions())
+def compile_yardsticks(folder: Path, names: Sequence[str] = (), jobs: int | None = None) -> None:
+    """Compile the graphs that `measure` runs, for this machine's processor: those of the names, else all."""
+    files = backend_of("tvm").compile_stages(_module(tuple(names)), [0], folder, CompileOptions(jobs=jobs))
     (folder / "files.json").write_text(json.dumps(files[0]), encoding="utf-8")
 
 
-def measure(folder: Path, threads: int, part: float = 1.0) -> Rates:
-    """Run all yardsticks in this process, which must have that many threads, and no more than that part of their
-    time."""
+def measure(folder: Path, threads: int, part: float = 1.0, names: Sequence[str] = ()) -> Rates:
+    """Run all yardsticks, or those of the names, in this process. It must have that many threads, and no more than that
+    part of their time."""
     files = [folder / name for name in json.loads((folder / "files.json").read_text(encoding="utf-8"))]
-    program = backend_of("tvm").load_stage(_module(), 0, files, threads)
-    return rates_of(
-        {y.name: _seconds(program, y.graph, threads, part, y.key in _RESTED) for y in yardsticks()}, threads
-    )
+    program = backend_of("tvm").load_stage(_module(tuple(names)), 0, files, threads)
+    seconds = _QUICK_SECONDS if names else _SECONDS
+    sticks = [y for y in yardsticks() if not names or y.name in names]
+    return rates_of({y.name: _seconds(program, y, threads, part, seconds) for y in sticks}, threads)
 
 
-def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, rested: bool) -> float:
-    """Time one yardstick. With one thread that is processor time, which other programs change little; the time of
-    several threads is that of the clock. Under a quota it is processor time in any case: so much of it takes as long as
-    the quota needs to grant it."""
+def _seconds(program: StageProgram, stick: Yardstick, threads: int, part: float, least: float) -> float:
+    """Time one yardstick for `least` seconds or more. With one thread that is processor time, which other programs
+    change little; the time of several threads is that of the clock. Under a quota it is processor time in any case: so
+    much of it takes as long as the quota needs to grant it."""
     clock = time.process_time if threads == 1 or part < 1 else time.perf_counter
-    enough = _SECONDS if part == 1 else _HELD_BACK * threads * part
+    import torch  # lazy: heavy
+
+    graph = stick.graph
+    enough = least if part == 1 else _HELD_BACK * threads * part
     source = torch.Generator().manual_seed(0)
     variables = [slot.var for slot in signature(graph).slots]
     types = {v.name: v.type for v in graph.ins} | {name: _module().vars[name].type for name in variables}
 
     def operands() -> list[torch.Tensor]:
         """Return operands: old and new values of a variable are one tensor, as where it has one version."""
-        tensors = {
-            n: torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype])
-            for n, t in types.items()
-        }
+        tensors = {n: _operand(t, source) for n, t in types.items()}
         return [*(tensors[v.name] for v in graph.ins), *(tensors[name] for name in variables)]
 
     # One after the other, so that operands are not where the last call has left them, as little as in a model.
     each = sum(t.nbytes for t in types.values())
-    sets = [operands() for _ in range(1 if rested else max(1, min(_MOST_SETS, _SPREAD // max(each, 1))))]
+    sets = [operands() for _ in range(1 if stick.key in _RESTED else max(1, min(_MOST_SETS, _SPREAD // max(each, 1))))]
     for args in sets:
         program.call(graph.name, args)
     times: list[float] = []
-    while len(times) < _CALLS or sum(times) < enough:
+    spent = 0.0
+    while len(times) < _CALLS or spent < enough:
         args = sets[len(times) % len(sets)]
         begin = clock()
         results = program.call(graph.name, args)
         times.append(clock() - begin)
+        spent += times[-1]
         del results  # freeing results is not the kernel's time
     return sorted(times)[len(times) // 4] if part == 1 else statistics.fmean(times) / (threads * part)
+
+
+def _operand(kind: TensorType, source: torch.Generator) -> torch.Tensor:
+    """Return elements from 0.1 to 1; those of long lists repeat."""
+    import torch  # lazy: heavy
+
+    from penstock.runtime.state.store import TORCH_DTYPES  # lazy: heavy
+
+    elements = torch.rand(min(kind.size, _PERIOD), generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[kind.dtype])
+    return elements.repeat(-(-kind.size // _PERIOD))[: kind.size].reshape(kind.dims)
 
 
 # ------------------------------------------------------------------------------------------------ from seconds to rates
 
 
 def rates_of(seconds: dict[str, float], threads: int) -> Rates:
-    """Return the rates that the seconds of the yardsticks mean."""
+    """Return the rates that the seconds of the yardsticks mean. Work without a yardstick among them has no
+    efficiency."""
     by_key: dict[str, list[Yardstick]] = {}
-    for stick in yardsticks():
+    for stick in (y for y in yardsticks() if y.name in seconds):
         by_key.setdefault(stick.key, []).append(stick)
     flops_of = {y.name: sum(cost_of(op).flops for op in y.graph.ops) for y in yardsticks()}
     bytes_of = {y.name: float(sum(v.type.nbytes for v in (*y.graph.ins, *y.graph.outs))) for y in yardsticks()}
@@ -273,24 +307,28 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
         spent = sum(max(seconds[y.name] - call, 0.05 * seconds[y.name]) for y in by_key[key])
         return sum(amount[y.name] for y in by_key[key]) / spent
 
-    flops, bandwidth = rate("flops", flops_of), rate("bandwidth", bytes_of)
     curve = [
         (int(working[f"sum{n}"]), bytes_of[f"sum{n}"] / max(seconds[f"sum{n}"] - call, 0.05 * seconds[f"sum{n}"]))
         for n in _WORKING
+        if f"sum{n}" in seconds
     ]
+    flops = rate("flops", flops_of)
+    # A quick measurement takes the largest working set.
+    bandwidth = rate("bandwidth", bytes_of) if "bandwidth" in by_key else curve[-1][1]
     cache, cache_bandwidth = _cache_of(curve, bandwidth)
     near = cache_bandwidth or bandwidth
-    efficiency = {
+    efficiency: dict[str, float] = {
         key: rate(key, flops_of) / flops
         for key in ("products", "products.bf16", "products.f16", "convolutions", "squares", "attention", "elements")
+        if key in by_key
     }
     efficiency["layout.bytes"] = rate("layout.bytes", bytes_of) / near
     efficiency["updates.bytes"] = rate("updates.bytes", bytes_of) / bandwidth
     return Rates(
         threads, _round(flops), _round(bandwidth), cache, _round(cache_bandwidth), _round(overhead), _round(call),
         {key: _round(share) for key, share in efficiency.items()},
-        {"f32": _round(flops), "bf16": _round(rate("products.bf16", flops_of)),
-         "f16": _round(rate("products.f16", flops_of))},
+        {"f32": _round(flops)}
+        | {d: _round(rate(f"products.{d}", flops_of)) for d in ("bf16", "f16") if f"products.{d}" in by_key},
     )  # fmt: skip
 
 
@@ -311,6 +349,20 @@ def _cache_of(curve: Sequence[tuple[int, float]], far: float) -> tuple[int, floa
 def _round(number: float) -> float:
     """Round to three digits: there is no more in a measurement."""
     return float(f"{number:.3g}")
+
+
+def granted(quota: float | None, threads: int) -> float:
+    """Return the part of their time that so many threads get, which are busy at once."""
+    return 1.0 if quota is None else min(1.0, quota / threads)
+
+
+def with_rates(device: Device, rates: Rates) -> Device:
+    """Return the device with measured rates."""
+    return replace(
+        device, flops=rates.flops, bandwidth=rates.bandwidth, cache=rates.cache, cache_bandwidth=rates.cache_bandwidth,
+        overhead=rates.overhead,
+        call_overhead=rates.call_overhead, efficiency=tuple(rates.efficiency.items()), source=MEASURED,
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:

@@ -101,21 +101,23 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
     return measured
 
 
-def ends(group: RankGroup, host_key: str) -> list[tuple[int, float]]:
+def ends(
+    group: RankGroup, host_key: str, sizes: Sequence[int] = SIZES, messages: int = _MESSAGES
+) -> list[tuple[int, float]]:
     """Send messages from rank 0 to rank 1 and back, as stages send them. Return (bytes, seconds of one end) of this
     side. The seconds are half of what sending one message and receiving one take on this side. This thread is timed by
     the clock, other threads by processor time. `host_key` as in neighbours.connect: empty for gloo."""
     rank, (out, back) = group.rank, _phases(group.rank)
     others = torch.zeros(_OTHERS, dtype=torch.uint8)
     measured = []
-    for size in SIZES:
+    for size in sizes:
         if size > _WHOLE:
             break
         transport = _transport(group, size, host_key, f"ends{size}{host_key}")
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
         times: list[float] = []
         receives, sends = (
-            [Action(kind, rank, mb, peer=1 - rank) for mb in range(_MESSAGES)] for kind in (f"R{back}", f"S{out}")
+            [Action(kind, rank, mb, peer=1 - rank) for mb in range(messages)] for kind in (f"R{back}", f"S{out}")
         )
         transport.post(receives[0])
         behind = _behind()
@@ -143,14 +145,14 @@ def ends(group: RankGroup, host_key: str) -> list[tuple[int, float]]:
     return measured
 
 
-def trips(group: RankGroup, host_key: str) -> list[tuple[int, float]]:
-    """Send messages as `ping` does, through memory."""
+def trips(group: RankGroup, host_key: str, sizes: Sequence[int] = SIZES, most: int = _TRIPS) -> list[tuple[int, float]]:
+    """Send messages as `ping` does, through memory, `most` of each size at most."""
     first, (out, back) = group.rank == 0, _phases(group.rank)
     measured = []
-    for size in SIZES:
+    for size in sizes:
         transport = _transport(group, size, host_key, f"trips{size}")
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
-        count = max(_TURNS, min(_TRIPS, _MOVED // size))
+        count = max(_TURNS, min(most, _MOVED // size))
         times = []
         receives, sends = (
             [Action(kind, group.rank, mb, peer=1 - group.rank) for mb in range(count)]

@@ -24,7 +24,7 @@ from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
 
 from .choice import Search, compare, first_reason, passed_over
-from .facts import changed_steps, predicted_facts
+from .facts import ASSUMED, changed_steps, predicted_facts, rates_facts
 from .plan import Plan
 from .predict import Predicted, predict, predict_here
 
@@ -41,6 +41,7 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
         if note.origin in ("placement", "partition", "schedule", "recompute"):
             yield f"{note.origin}: {note.text}"
     yield from _pace(predicted)
+    yield from _rates(module)
     if searched and plan.search is not None:
         yield from argument(plan.search)
 
@@ -48,6 +49,7 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
 def as_json(plan: Plan) -> str:
     """Return the plan with its prediction on this machine, and what would change it."""
     facts = plan.as_dict() | {"predicted": predicted_facts(predict_here(plan.module, plan.predicted))}
+    facts["rates"] = rates_facts(plan.module)
     if plan.search is not None:
         facts["planner"]["what_if"] = changed_steps(plan.search)
     return json.dumps(facts, indent=2, sort_keys=True)
@@ -83,6 +85,26 @@ def _pace(predicted: Predicted) -> Iterator[str]:
             f"{counted(runs, 'graded run')}"
         )
     yield f"limited by: {binding(predicted.forecast)}"
+
+
+def _rates(module: Module) -> Iterator[str]:
+    """Say of the devices of a plan which figures were measured, given and assumed. Devices with the same sources share
+    a line."""
+    groups: dict[str, list[str]] = {}
+    for name, sources in rates_facts(module)["devices"].items():
+        if name in module.rank_devices():
+            groups.setdefault("; ".join(_told(*item) for item in sources.items()), []).append(name)
+    for figures, names in groups.items():
+        assumed = figures.startswith(f"{ASSUMED}: ")
+        yield f"rates of {', '.join(names)}: {'assumed, none of them measured or given' if assumed else figures}"
+
+
+def _told(source: str, names: list[str]) -> str:
+    """Name figures with their source, and the families of work among them together."""
+    shares = [name.removeprefix("share of ") for name in names if name.startswith("share of ")]
+    plain = [name for name in names if not name.startswith("share of ")]
+    families = [f"shares of {', '.join(shares)}"] if shares else []
+    return f"{source}: {', '.join([*plain, *families])}"
 
 
 def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:

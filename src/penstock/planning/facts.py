@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.cluster.cluster import CLASSES, MEASURED, THREAD_FLOPS, Device
+from penstock.ir.cluster.gpus import usual_settings
 from penstock.ir.graph import Module
 from penstock.passes.communicate.wire import WireOptions
+from penstock.passes.costs.prices import EFFICIENCY
 from penstock.passes.manager import Call, print_pipeline
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.memory.recompute import RecomputeOptions
@@ -23,6 +27,50 @@ from .predict import Predicted
 
 # For more devices than these a bundle's plan has no `what_if`: each change is planned anew.
 _FEW_DEVICES = 16
+
+
+# The figures of a device that predictions are made of, by the name they have in the output.
+_RATES = {
+    "products": "flops",
+    "memory": "bandwidth",
+    "cache": "cache_bandwidth",
+    "kernels": "overhead",
+    "calls": "call_overhead",
+    "ends of messages": "shared_overhead",
+    "copies": "copy_bandwidth",
+    "sockets": "socket_bandwidth",
+}
+# What a figure is assumed to be is in `Device` and EFFICIENCY; others stand in the cluster file.
+ASSUMED, _GIVEN = "assumed", "given"
+
+
+def sources_of(device: Device) -> dict[str, list[str]]:
+    """Return the figures of a device by where they come from: measured on it, given in a cluster file, or assumed.
+    Shares of the rate that families of work reach are figures, too."""
+    usual = Device(device.name, threads=device.threads, flops=THREAD_FLOPS * device.threads)
+    if device.kind == "cuda":
+        usual = replace(usual, **usual_settings(device.target))  # type: ignore[arg-type]
+    known = device.source or _GIVEN
+    sources: dict[str, list[str]] = {}
+    for name, field in _RATES.items():
+        is_usual = getattr(device, field) == getattr(usual, field)
+        sources.setdefault(ASSUMED if is_usual else known, []).append(name)
+    shares = {key.partition(".")[0] for key, _ in device.efficiency}
+    for family in dict.fromkeys(key.partition(".")[0] for key in EFFICIENCY):
+        sources.setdefault(known if family in shares else ASSUMED, []).append(f"share of {family}")
+    return sources
+
+
+def rates_facts(module: Module) -> dict[str, Any]:
+    """Return the sources of the figures of every device, and of the classes of links."""
+    cluster = module.cluster
+    assert cluster is not None
+    measured = any(device.source for device in cluster.devices)
+    known = {c.kind: MEASURED if measured else _GIVEN for c in cluster.classes}
+    return {
+        "devices": {device.name: sources_of(device) for device in cluster.devices},
+        "links": {kind: known.get(kind, ASSUMED) for kind in CLASSES},
+    }
 
 
 def describe_plan(

@@ -37,7 +37,7 @@ _READ = (
     "zero",
     "stages",
 )
-_TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")
+_TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted", "rates")
 _STAGE = ("stage", "starts_at", "devices", "shares")
 
 

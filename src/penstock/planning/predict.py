@@ -6,6 +6,7 @@ plain prediction depends on the module alone; another one knows what was measure
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.calibration.corrections import Corrected, best_prices, corrected, known_times
@@ -46,6 +47,13 @@ def predict_here(module: Module, plain: Predicted | None = None) -> Predicted:
     if plain is not None and times == plain.times:
         return replace(plain, measured=len(times) - estimated, correction=correction)
     return _simulated(module, times, len(times) - estimated, correction)
+
+
+def predict_timed(module: Module, rows: Sequence[Mapping[str, float]]) -> Predicted:
+    """Simulate a planned module with times of its computations that were measured, a row for each rank."""
+    times = rank_seconds(module)
+    known = {(rank, kind): row[kind] for rank, kind in times if kind in (row := rows[rank])}
+    return _simulated(module, times | known, len(known))
 
 
 def _simulated(

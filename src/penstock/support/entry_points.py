@@ -19,6 +19,7 @@ ENTRY_POINTS = {
     "rehearse": "penstock.calibration.rehearse",
     "links": "penstock.doctor.links",
     "yardsticks": "penstock.doctor.kernels",
+    "local rates": "penstock.doctor.local_rates",
     # Forks ranks, and what it imports for them.
     "forkserver": "penstock.runtime.launch.forkserver",
     "rank": "penstock.runtime.worker.worker",

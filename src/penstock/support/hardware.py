@@ -34,6 +34,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def load() -> float:
+    """Return the mean number of programs at work over the last minute; 0 where the machine does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
 def core_quota() -> float | None:
     """Return the cores' worth of time that the narrowest control group of this process allows; None without a limit."""
     limits = []

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 Processes = Sequence[subprocess.Popen[bytes]]
 
 
-def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that reads nothing, and whose `outputs` are read at its end."""
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+def start(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """Start a process whose `outputs` are read at its end. It reads nothing; with a pipe, its input ends when they are
+    waited for."""
+    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | None:

@@ -1,12 +1,14 @@
 """`penstock demo`: the whole way once, on this machine.
 
 A small GPT is written as ONNX, planned, compiled for two local CPU devices, and trained on the text that comes with the
-package; the loss must fall. Model, bundle, dumps, data and metrics stay in one folder.
+package; the loss must fall. The compiled stages are timed side by side, without messages. The step that is predicted
+from these times is compared with the run. Model, bundle, dumps, data and metrics stay in one folder.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -19,6 +21,7 @@ from penstock.commands.arguments import add_settings, settings_from
 from penstock.ir.schedule_names import TRAINING
 from penstock.planning.options import BuildOptions, PlanOptions
 from penstock.support.errors import UsageError, VerifyError
+from penstock.support.hardware import load, usable_cores
 from penstock.support.settings import POSITIVE, setting
 from penstock.support.terminal import Progress, say
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 LAYERS, WIDTH, HEADS, VOCAB, POSITIONS = 6, 256, 4, 256, 64
 SEQUENCES, MICROBATCHES, STAGES = 2, 4, 2
 LEARNING_RATE = 3e-4
+# Steps before those that are compared with the prediction: caches and buffers are filled.
+_WARM_UP = 5
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,15 @@ def run_demo(options: DemoOptions) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot use the folder: {error.strerror or error}", where=str(out)) from error
-    path = _compiled(out, options)
-    losses = _trained(out, options)
+    path, predicted = _compiled(out, options)
+    losses, seconds = _trained(out, options)
     tail = max(1, min(5, len(losses) // 4))
     before, after = float(np.mean(losses[:tail])), float(np.mean(losses[-tail:]))
     print(
         f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), "
         f"{time.monotonic() - started:.0f} s in all"
     )
+    print(_grade(predicted, seconds))
     dumps, metrics = out / "dumps", out / "metrics.jsonl"
     print(f"model {path}\nbundle {out / 'bundle'}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
     command = "penstock" if shutil.which("penstock") else f"{quote(sys.executable)} -m penstock"
@@ -109,8 +115,22 @@ def run_demo(options: DemoOptions) -> int:
     return 0
 
 
-def _compiled(out: Path, options: DemoOptions) -> Path:
-    """Write the model and its bundle; return the path of the model."""
+def _grade(predicted: float, seconds: list[float]) -> str:
+    """Compare the predicted step with the median of those that were run, without the first ones."""
+    measured = statistics.median(seconds[min(len(seconds) // 2, _WARM_UP) :])
+    others = load() - STAGES
+    crowded = f"; other programs keep {others:.1f} of {usable_cores()} cores busy" if others >= 1 else ""
+    return (
+        f"a step was predicted to take {predicted * 1e3:.1f} ms and took {measured * 1e3:.1f} ms (median), "
+        f"{measured / predicted:.2f} times as long{crowded}"
+    )
+
+
+def _compiled(out: Path, options: DemoOptions) -> tuple[Path, float]:
+    """Write the model and its bundle; return the path of the model, and the predicted seconds of a step."""
+    from penstock.backends.bundle.format import open_bundle  # lazy: heavy
+    from penstock.calibration.rehearse import rehearse  # lazy: heavy
+    from penstock.doctor.local import measured_cluster  # lazy: heavy
     from penstock.frontends.training import Training  # lazy: heavy
     from penstock.inspection.dump import Dump  # lazy: heavy
     from penstock.ir.cluster.cluster import Cluster  # lazy: heavy
@@ -120,6 +140,7 @@ def _compiled(out: Path, options: DemoOptions) -> Path:
     from penstock.planning.explain import plan_lines  # lazy: heavy
     from penstock.planning.model import from_onnx  # lazy: heavy
     from penstock.planning.pipeline import plan_model  # lazy: heavy
+    from penstock.planning.predict import predict_timed  # lazy: heavy
     from penstock.planning.watching import Feedback  # lazy: heavy
 
     path = write_gpt(
@@ -130,19 +151,21 @@ def _compiled(out: Path, options: DemoOptions) -> Path:
     say(f"1. wrote {path}: {LAYERS} layers, width {WIDTH}, {params / 1e6:.1f} million parameters")
 
     training = Training(loss="cross_entropy", optimizer=AdamW(lr=LEARNING_RATE), microbatches=MICROBATCHES)
-    dump, cluster = Dump(out / "dumps"), Cluster.local(STAGES)
+    dump, cluster = Dump(out / "dumps"), measured_cluster(Cluster.local(STAGES), say)
     planned = PlanOptions(schedule=options.schedule)
     plan = plan_model(model, cluster, training, planned, Feedback(dump, Progress("passes")))
     say("2. planned:")
     for line in plan_lines(plan):
         print(line)
     bundle = build(plan, out / "bundle", BuildOptions(options.backend), Feedback(dump, Progress("compile")))
-    say(f"3. compiled {bundle}")
-    return path
+    say(f"3. compiled {bundle}, and timed its stages side by side")
+    predicted = predict_timed(plan.module, rehearse(open_bundle(bundle), range(STAGES)))
+    print(f"predicted by these times: {predicted.step * 1e3:.1f} ms per step")
+    return path, predicted.step
 
 
-def _trained(out: Path, options: DemoOptions) -> list[float]:
-    """Train the bundle, and return the loss of every step."""
+def _trained(out: Path, options: DemoOptions) -> tuple[list[float], list[float]]:
+    """Train the bundle, and return the loss and the seconds of every step."""
     import numpy as np  # lazy: heavy
 
     from penstock.runtime.job.run import run_bundle  # lazy: heavy
@@ -153,4 +176,5 @@ def _trained(out: Path, options: DemoOptions) -> list[float]:
     say(f"4. training {steps} steps of {SEQUENCES * MICROBATCHES} sequences on {STAGES} processes with {schedule}")
     metrics = out / "metrics.jsonl"
     run_bundle(out / "bundle", data=str(out / "data.npz"), steps=steps, metrics=metrics, checkpoint=out / "checkpoint")
-    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [row["loss"] for row in rows], [row["step_s"] for row in rows]

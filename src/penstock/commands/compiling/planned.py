@@ -110,8 +110,10 @@ def _of_decoder(
 
 def _of_model(model: Model, cluster: Cluster) -> Cluster:
     """Return as many local devices as the first configuration of the model splits tensors over, if there is one."""
+    from penstock.doctor.local import measured_cluster  # lazy: heavy
+
     sizes = [configuration.devices for configuration in model.imported.hints.configurations.values()]
-    return type(cluster).local(sizes[0]) if sizes else cluster
+    return measured_cluster(type(cluster).local(sizes[0]), say) if sizes else cluster
 
 
 def _report(model: Model) -> None:
@@ -124,12 +126,14 @@ def _cluster(arguments: Namespace) -> Cluster:
 
     if arguments.cluster:
         return Cluster.load(arguments.cluster)
+    from penstock.doctor.local import measured_cluster  # lazy: heavy
+
     if isinstance(arguments.devices, str):
-        return Cluster.listed(arguments.devices)
+        return measured_cluster(Cluster.listed(arguments.devices), say)
     from penstock.passes.sharding.given import parse_mesh  # lazy: heavy
 
     of_stage = prod(parse_mesh(arguments.mesh).values()) if arguments.mesh else arguments.replicas or 1
-    return Cluster.local(arguments.devices or (arguments.stages or 1) * of_stage)
+    return measured_cluster(Cluster.local(arguments.devices or (arguments.stages or 1) * of_stage), say)
 
 
 def _searched(
