@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-FORWARD, BACKWARD, WEIGHTS, PARTS, NORM_PARTS, UPDATE = "F", "B", "W", "P", "N", "U"
-SUM, DROP = "AR", "D"
+FORWARD, AGAIN, BACKWARD, WEIGHTS, PARTS, NORM_PARTS, UPDATE = "F", "R", "B", "W", "P", "N", "U"
+SUM, LET_GO, DROP = "AR", "L", "D"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,21 @@ _ROWS = (
         "microbatch", "computes", FORWARD, "forward", takes=(FORWARD,), way=1, versions="reads",
     ),
     ActionKind(
+        AGAIN,
+        "computes again what the backward of a microbatch takes and its forward did not keep",
+        "microbatch", "computes", AGAIN, "forward again", saved_by=(FORWARD,), after=FORWARD, versions="reads",
+    ),
+    ActionKind(
         BACKWARD,
         "computes the backward of a microbatch, with the gradients of the weights where they are not apart",
-        "microbatch", "computes", BACKWARD, "backward", takes=(BACKWARD,), saved_by=(FORWARD,), after=FORWARD, way=-1,
-        versions="reads", gradients="adds",
+        "microbatch", "computes", BACKWARD, "backward", takes=(BACKWARD,), saved_by=(FORWARD, AGAIN), after=FORWARD,
+        way=-1, versions="reads", gradients="adds",
     ),
     ActionKind(
         WEIGHTS,
         "computes the gradients of the weights of a microbatch, split off its backward",
-        "microbatch", "computes", WEIGHTS, "weight gradient", saved_by=(FORWARD, BACKWARD), after=BACKWARD,
-        versions="reads", gradients="adds", part_of=BACKWARD,
+        "microbatch", "computes", WEIGHTS, "weight gradient", saved_by=(FORWARD, AGAIN, BACKWARD),
+        after=BACKWARD, versions="reads", gradients="adds", part_of=BACKWARD,
     ),
     ActionKind(
         PARTS,
@@ -113,6 +118,11 @@ _ROWS = (
     *_message(PARTS, "parts of gradients that several stages add to", "batch", "parts of gradients"),
     *_message(NORM_PARTS, "parts of what all stages agree on", "batch", "norm of the gradients"),
     ActionKind(SUM, "sums the gradients of a batch over the ranks of the stage", "batch", "sums", gradients="sums"),
+    ActionKind(
+        LET_GO,
+        "lets go of what is computed again later",
+        "microbatch", "drops", AGAIN, "forward again",
+    ),
     ActionKind(DROP, "drops all that a microbatch still holds", "microbatch", "drops"),
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from penstock.support.errors import VerifyError
 
-from .action_kinds import ACTION_KINDS, BACKWARD, DROP, FORWARD, SUM, WEIGHTS, adder
+from .action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, WEIGHTS, adder
 from .schedule import (
     COMPUTE,
     MESSAGES,
@@ -62,14 +62,14 @@ MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(SENDS, Meeting(NOTHING, MESSAGE, NOTHING)),
     **dict.fromkeys(RECEIVES, Meeting(MESSAGE, NOTHING, NOTHING)),
     SUM: Meeting(NOTHING, NOTHING, ARRIVAL),
-    DROP: _ALONE,
+    **dict.fromkeys((LET_GO, DROP), _ALONE),
 }
 # In the grid an action is a bar, a note behind the computation before it, or not there unless it is marked.
 BAR, NOTE, HIDDEN = "bar", "note", ""
 GRID: dict[str, str] = {
-    **dict.fromkeys((FORWARD, BACKWARD, WEIGHTS), BAR),
+    **dict.fromkeys((FORWARD, AGAIN, BACKWARD, WEIGHTS), BAR),
     **dict.fromkeys((SUM, *SUM_USERS), NOTE),
-    **dict.fromkeys((*MESSAGES, DROP), HIDDEN),
+    **dict.fromkeys((*MESSAGES, LET_GO, DROP), HIDDEN),
 }
 
 
@@ -186,11 +186,11 @@ def simulate(
     latency: float = 0,
 ) -> Played:
     """Start and finish of every action of a run. `weight_time` is the part of the backward's time that W takes on
-    stages that have one. VerifyError when the ranks wait for each other."""
+    stages that have one. R takes as long as a forward. VerifyError when the ranks wait for each other."""
     programs = schedule.expand_all(batches, first)
     wired = any(a.kind in SENDS for a in schedule.actions())
     rules = message_rules(schedule) if wired else value_rules(chain(schedule), schedule)
-    times = {FORWARD: forward_time, BACKWARD: backward_time, WEIGHTS: weight_time}
+    times = {FORWARD: forward_time, AGAIN: forward_time, BACKWARD: backward_time, WEIGHTS: weight_time}
     split = {(whole, a.stage): times[a.kind] for a in schedule.actions() if (whole := ACTION_KINDS[a.kind].part_of)}
 
     def duration(action: Action) -> float:

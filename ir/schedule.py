@@ -5,6 +5,8 @@
 Kinds are the rows of ir/action_kinds.py. `str(action)` and `Action.parse` are exact inverses. For a microbatch:
 
     F  B  W       forward, backward, and the weight gradient where it is split off from B
+    R             what B takes and F did not keep, computed again
+    L             lets go of what F saved and R computes again; without it F does not save that at all
     SF RF SB RB   send and receive of the values on the boundary of F and B
     D             drop of all that a microbatch still holds
 

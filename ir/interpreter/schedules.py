@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from penstock.ir.action_kinds import DROP, FORWARD, SUM, UPDATE
+from penstock.ir.action_kinds import AGAIN, DROP, FORWARD, LET_GO, SUM, UPDATE
 from penstock.ir.graph import (
     COORDINATE,
     GRAD,
@@ -408,6 +408,14 @@ class _Pipeline:
                 store.accumulate(name, part)
         return True
 
+    def _let_go(self, rank: _Rank, action: Action) -> bool:
+        graph = self._graph(action._replace(kind=AGAIN))
+        held = rank.values.get((action.stage, action.mb), {})
+        missing = [f"%{v.name}" for v in graph.saved if held.pop(v.name, None) is None]
+        if missing:
+            raise VerifyError(f"microbatch {action.mb} does not hold {', '.join(missing)}, which it should let go of")
+        return True
+
     def _drop(self, rank: _Rank, action: Action) -> bool:
         if rank.values.pop((action.stage, action.mb), None) is None:
             raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
@@ -474,6 +482,7 @@ MEANINGS: dict[str, Callable[[_Pipeline, _Rank, Action], bool]] = {
     **dict.fromkeys(SENDS, _Pipeline._send),
     **dict.fromkeys(RECEIVES, _Pipeline._receive),
     SUM: _Pipeline._bring,
+    LET_GO: _Pipeline._let_go,
     DROP: _Pipeline._drop,
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from penstock.ir.action_kinds import DROP, SUM, UPDATE
+from penstock.ir.action_kinds import DROP, LET_GO, SUM, UPDATE
 from penstock.ir.graph import GRAD, Graph, Module, signature, summed_vars
 from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
 
@@ -95,5 +95,5 @@ TOUCHED: dict[str, _Touched] = {
     **dict.fromkeys(COMPUTE, _Touched(Accesses._computed_values, Accesses._computed_buffers)),
     **dict.fromkeys((*SENDS, *RECEIVES), _Touched(Accesses._moved_values, Accesses._no_buffers)),
     SUM: _Touched(Accesses._no_values, Accesses._summed_buffers),
-    DROP: _Touched(Accesses._no_values, Accesses._no_buffers),
+    **dict.fromkeys((LET_GO, DROP), _Touched(Accesses._no_values, Accesses._no_buffers)),
 }

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
+from penstock.ir.action_kinds import AGAIN, BACKWARD, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.messages import parcels
 from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
@@ -103,9 +103,16 @@ class Walk:
         self.parcels = {key: parcels(values) for key, values in self.edges.items()}
         self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
         # The values that stay after each computation beside those to send: later computations take them.
-        for_weights = {v.name for v in self.graphs[WEIGHTS].ins} if WEIGHTS in self.graphs else set()
+        for_weights, for_backward = (
+            {v.name for v in self.graphs[kind].ins} if kind in self.graphs else set() for kind in (WEIGHTS, BACKWARD)
+        )
+        saved = {
+            kind: {v.name for v in self.graphs[kind].saved} if kind in self.graphs else set()
+            for kind in (FORWARD, AGAIN)
+        }
         self.kept = {
-            FORWARD: {v.name for v in self.graphs[FORWARD].saved} if FORWARD in self.graphs else set(),
+            FORWARD: saved[FORWARD],
+            AGAIN: for_backward | for_weights,
             BACKWARD: for_weights,
             WEIGHTS: set[str](),
         }
@@ -114,6 +121,9 @@ class Walk:
         for edge in module.edges:
             if edge.src == stage and edge.dst in together and edge.phase in self.kept:
                 self.kept[edge.phase] |= {v.name for v in edge.values}
+                if edge.phase == FORWARD:
+                    self.kept[AGAIN] |= {v.name for v in edge.values}
+        self.kept[LET_GO] = self.kept[FORWARD] - saved[AGAIN]
         self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
         self.targets = {kind: sum(e.phase == kind for e in leaving) for kind in PHASES}
         self.held: dict[int, dict[str, _HeldBlock]] = {}
@@ -181,6 +191,9 @@ class Walk:
             del self._sends[phase, mb]
             self._keep(mb, self.kept[phase])
         self._linger(action)
+
+    def _let_go(self, action: Action) -> None:
+        self._keep(action.mb, self.kept[LET_GO])
 
     def _drop(self, action: Action) -> None:
         self._keep(action.mb, set())
@@ -324,12 +337,13 @@ class Walk:
 
 
 WALKS: dict[str, Callable[[Walk, Action], None]] = {
-    **dict.fromkeys((FORWARD, BACKWARD, WEIGHTS), Walk._compute),
+    **dict.fromkeys((FORWARD, AGAIN, BACKWARD, WEIGHTS), Walk._compute),
     **dict.fromkeys((PARTS, NORM_PARTS), Walk._hand_out),
     UPDATE: Walk._update,
     **{kind: Walk._pass if kind in PER_BATCH else Walk._send for kind in SENDS},
     **dict.fromkeys(RECEIVES, Walk._receive),
     SUM: Walk._pass,
+    LET_GO: Walk._let_go,
     DROP: Walk._drop,
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from penstock.ir.action_kinds import DROP, SUM
+from penstock.ir.action_kinds import DROP, FORWARD, LET_GO, SUM
 from penstock.ir.graph import Module, Value
 from penstock.ir.grid import message_rules
 from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action
@@ -135,6 +135,14 @@ class _Ends:
                 what = f"runs before its inputs from stage {source} have arrived ({a.stage}{receive}{a.mb}<{ends})"
                 yield from self._problem("late", step, what)
 
+    def let_go(self, step: int, a: Action) -> Iterator[Problem]:
+        """Check that nothing is let go of before it was sent."""
+        send = SEND_OF[FORWARD]
+        for target in self._out.get((a.stage, FORWARD), ()):
+            if target not in self._own and not self._moved(send, a.stage, a.mb, target):
+                what = f"comes before the results of microbatch {a.mb} are sent to stage {target}"
+                yield from self._problem("unsent", step, what)
+
     def _message(self, step: int, a: Action, *, known: bool) -> Iterator[Problem]:
         key = (a.kind, a.stage, a.mb, a.peer, a.end)
         if key in self._done:
@@ -164,6 +172,7 @@ ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
     **dict.fromkeys(SENDS, _Ends.send),
     **dict.fromkeys(RECEIVES, _Ends.receive),
     SUM: None,
+    LET_GO: _Ends.let_go,
     DROP: None,
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from penstock.ir.action_kinds import ACTION_KINDS, BACKWARD, DROP, FORWARD, SUM, adder
+from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, adder
 from penstock.ir.graph import Module, Value, summed_vars, written_vars
 from penstock.ir.grid import Event, Rules, play, value_rules
 from penstock.ir.memory.predict import Memory, measure_memory
@@ -100,9 +100,15 @@ def _check_order(module: Module, run: ConcreteRun) -> Iterator[Problem]:
         if (graph := module.stage_graph(s.index, FORWARD)) and (names := written_vars(graph))
     }
     summing = {stage for stage, teams in run.schedule.teams().items() if len(teams) > 1 and summed_vars(module, stage)}
+    saving = {stage for stage in kinds if _saves_what_is_done_again(module, stage)}
     for rank, actions in run.programs.items():
-        yield from _Order(run, rank, kinds, summing).check(actions)
+        yield from _Order(run, rank, kinds, summing, saving).check(actions)
         yield from _check_forward_order(run, rank, actions, moving)
+
+
+def _saves_what_is_done_again(module: Module, stage: int) -> bool:
+    forward, again = module.stage_graph(stage, FORWARD), module.stage_graph(stage, AGAIN)
+    return forward is not None and again is not None and not set(again.saved).isdisjoint(forward.saved)
 
 
 def _check_forward_order(
@@ -127,10 +133,13 @@ class _Order:
     """The checker of the order on one rank. Each microbatch runs once forward, then once backward, then its weight
     gradients where they are apart. What is done once per batch follows exactly the gradients of the rank's
     microbatches, in order. `kinds` are the graphs of each stage, `summing` the stages whose ranks sum up their
-    gradients: AR comes first."""
+    gradients: AR comes first. On stages that are `saving` the forward saves all that is computed again: a microbatch
+    keeps that, or lets go of it first."""
 
-    def __init__(self, run: ConcreteRun, rank: int, kinds: Mapping[int, set[str]], summing: set[int]) -> None:
-        self._run, self._rank, self._kinds, self._summing = run, rank, kinds, summing
+    def __init__(
+        self, run: ConcreteRun, rank: int, kinds: Mapping[int, set[str]], summing: set[int], saving: set[int]
+    ) -> None:
+        self._run, self._rank, self._kinds, self._summing, self._saving = run, rank, kinds, summing, saving
         self._m, self._problem = run.schedule.microbatches, FirstOfEach(run, rank)
         self._share = sorted({a.mb % self._m for a in run.schedule.ranks[rank].batch if a.kind == FORWARD})
         self._adders = {stage: adder(present) for stage, present in kinds.items()}
@@ -180,9 +189,41 @@ class _Order:
         if a.kind == self._adders[a.stage]:
             self._added.setdefault((a.stage, a.mb // self._m), []).append(a.mb)
 
+    def let_go(self, step: int, a: Action) -> Iterator[Problem]:
+        """Check that a microbatch lets go of what it holds, and what is computed again."""
+        if a.stage not in self._saving:
+            what = f"@s{a.stage}.{FORWARD} saves nothing that is computed again"
+            yield from self._problem("nothing", step, what)
+        elif (FORWARD, a.stage, a.mb) not in self._done:
+            yield from self._problem("before", step, f"comes before {a.stage}{FORWARD}{a.mb}, which saves it")
+        elif (BACKWARD, a.stage, a.mb) in self._done:
+            yield from self._problem("late", step, f"comes after {a.stage}{BACKWARD}{a.mb}, which takes it")
+        elif (AGAIN, a.stage, a.mb) in self._done:
+            what = f"comes after {a.stage}{AGAIN}{a.mb}, which computes it again"
+            yield from self._problem("late", step, what)
+
+    def again(self, step: int, a: Action) -> Iterator[Problem]:
+        """Check that what is computed again is needed: it is not there, and its backward is still ahead."""
+        yield from self.each(step, a)
+        if (BACKWARD, a.stage, a.mb) in self._done:
+            what = f"comes after {a.stage}{BACKWARD}{a.mb}, which takes what it computes"
+            yield from self._problem("late", step, what)
+        elif a.stage in self._saving and (LET_GO, a.stage, a.mb) not in self._done:
+            what = f"computes again what microbatch {a.mb} still holds (no {a.stage}{LET_GO}{a.mb} before)"
+            yield from self._problem("held", step, what)
+
+    def backward(self, step: int, a: Action) -> Iterator[Problem]:
+        """Check a backward: what its microbatch did not keep has been computed again."""
+        yield from self.each(step, a)
+        gone = AGAIN in self._kinds[a.stage] and (a.stage not in self._saving or (LET_GO, a.stage, a.mb) in self._done)
+        if gone and (AGAIN, a.stage, a.mb) not in self._done:
+            what = f"takes what microbatch {a.mb} did not keep and has not computed again ({a.stage}{AGAIN}{a.mb})"
+            yield from self._problem("again", step, what)
+
     def _lost(self, stage: int) -> Iterator[Problem]:
         run, alone = self._run, len(self._run.schedule.teams()[stage]) == 1
-        for kind in sorted(self._kinds[stage] | ({SUM} if stage in self._summing else set())):
+        # What is computed again is missed by the backward that takes it.
+        for kind in sorted((self._kinds[stage] - {AGAIN}) | ({SUM} if stage in self._summing else set())):
             numbers = range(run.first, run.first + run.batches) if kind in PER_BATCH else run.microbatches
             lost = [
                 n
@@ -198,6 +239,9 @@ class _Order:
 # The check of every kind; messages and drops have checks of their own.
 ORDERED: dict[str, Callable[[_Order, int, Action], Iterator[Problem]] | None] = {
     **dict.fromkeys(READERS, _Order.each),
+    AGAIN: _Order.again,
+    BACKWARD: _Order.backward,
+    LET_GO: _Order.let_go,
     **dict.fromkeys((SUM, *SUM_USERS), _Order.once),
     **dict.fromkeys((*MESSAGES, DROP), None),
 }

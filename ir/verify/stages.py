@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from math import prod
 
-from penstock.ir.action_kinds import ACTION_KINDS, FORWARD, UPDATE
+from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, FORWARD, UPDATE
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import COORDINATE, Graph, Module, touching_ops, written_vars
 from penstock.ir.schedule import COMPUTE, PHASES, READERS
@@ -152,7 +152,12 @@ def _check_providers(module: Module) -> Iterator[Problem]:
             for value in graph.ins if graph else ():
                 providers = {s for p in sources for s in makers[p].get(value.name, ())} - itself
                 if value.name not in fed and value.name not in kept and not providers:
-                    tried = "not an input of the module" + "".join(f", not saved by @s{index}.{k}" for k in earlier)
+                    tried = "not an input of the module"
+                    tried += "".join(
+                        f", not saved by @s{index}.{k}"
+                        for k in earlier
+                        if k != AGAIN or module.stage_graph(index, k) is not None
+                    )
                     if sources:
                         tried += f", not returned by @s*.{' or @s*.'.join(sources)} of another stage"
                     what = f"takes {value!r}, which nobody provides: {tried}"

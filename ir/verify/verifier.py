@@ -27,10 +27,10 @@ microbatches takes 0.2 seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from penstock.ir.action_kinds import ACTION_KINDS, BACKWARD, FORWARD, NORM_PARTS, PARTS, UPDATE, WEIGHTS, adder
+from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, BACKWARD, FORWARD, NORM_PARTS, PARTS, UPDATE, WEIGHTS, adder
 from penstock.ir.graph import (
     BUFFER,
     COORDINATE,
@@ -267,16 +267,35 @@ def _check_saved(stage: int | None, family: dict[str, Graph]) -> Iterator[Proble
     lost = [name for name in saved if name not in inputs]
     if stage is not None and lost:
         yield Problem(f"@s{stage}.F", f"saves {_listed(lost)}, which @s{stage}.B never takes")
+    if AGAIN in family:
+        yield from _check_again(family[FORWARD], family[AGAIN], inputs)
     kept = {v.name for v in family[BACKWARD].saved} if BACKWARD in family else set()
     lost = sorted(kept - {v.name for v in family[WEIGHTS].ins} if WEIGHTS in family else kept)
     if lost:
         yield Problem(f"@{family[BACKWARD].name}", f"saves {_listed(lost)}, which no weight gradient graph takes")
 
 
+def _check_again(forward: Graph, again: Graph, taken: Collection[str]) -> Iterator[Problem]:
+    """Check that what is computed again is what a backward takes, and the same as in the forward. The forward saves
+    all of it, for microbatches that keep it, or nothing."""
+    repeated, saved = [v.name for v in again.saved], {v.name for v in forward.saved}
+    if again.outs:
+        yield Problem(f"@{again.name}", f"returns {_listed(v.name for v in again.outs)}, expected nothing")
+    if lost := [name for name in repeated if name not in taken]:
+        yield Problem(f"@{again.name}", f"saves {_listed(lost)}, which no backward graph takes")
+    if strange := [name for name in repeated if name not in {v.name for op in forward.ops for v in op.outs}]:
+        yield Problem(f"@{again.name}", f"computes {_listed(strange)} again, which @{forward.name} does not compute")
+    if (some := [name for name in repeated if name in saved]) and len(some) < len(repeated):
+        others = _listed(name for name in repeated if name not in saved)
+        what = f"saves {_listed(some)}, but not {others}; @{again.name} computes both"
+        yield Problem(f"@{forward.name}", f"{what} again, expected all or none")
+
+
 # The operations on variables that the graph of a computation may have, and the roles of these variables.
 _READABLE = (PARAM, STATE, BUFFER, SETTING)
 EFFECTS: dict[str, dict[str, tuple[str, ...]]] = {
     FORWARD: {"read": _READABLE, "write": (BUFFER,)},
+    AGAIN: {"read": _READABLE},
     BACKWARD: {"read": _READABLE, "accum": (GRAD,)},
     WEIGHTS: {"read": _READABLE, "accum": (GRAD,)},
     PARTS: {"take": (GRAD,)},

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.ir.action_kinds import ACTION_KINDS
+from penstock.ir.action_kinds import ACTION_KINDS, AGAIN
 from penstock.ir.graph import Edge, Graph, Module, Value
 from penstock.ir.schedule import PER_BATCH, PHASES, RECEIVE_OF, SEND_OF, TAKERS, Action, Routes
 from penstock.ir.verify.schedules import taking
@@ -55,7 +55,8 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
                     continue
                 if source is None or source == stage:
                     problems.append(
-                        f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(stage, phase)}"
+                        f"@{graph.name} takes {value}, which is no input of the module, "
+                        f"{_elsewhere(module, stage, phase)}"
                     )
                     continue
                 sent = next(v for v in graphs[source].outs if v.name == value.name)
@@ -89,9 +90,10 @@ def _is_local(module: Module, stage: int, phase: str, value: Value) -> bool:
     return any(v.name == value.name for saver in savers if saver is not None for v in saver.saved)
 
 
-def _elsewhere(stage: int, phase: str) -> str:
+def _elsewhere(module: Module, stage: int, phase: str) -> str:
     returned = f"not returned by the {ACTION_KINDS[phase].words} graph of another stage"
-    saved = "".join(f"not saved by @s{stage}.{kind} " for kind in ACTION_KINDS[phase].saved_by)
+    savers = (k for k in ACTION_KINDS[phase].saved_by if k != AGAIN or module.stage_graph(stage, k))
+    saved = "".join(f"not saved by @s{stage}.{kind} " for kind in savers)
     return f"{saved}and {returned}"
 
 

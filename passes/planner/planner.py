@@ -135,8 +135,8 @@ class Planner:
         return min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
 
     def _in_parts(self, schedule: str) -> Planner | None:
-        """Return the planner for recomputation in parts, for requests that nothing fits otherwise. A backward in two
-        parts recomputes nothing."""
+        """Return the planner for recomputation in parts, for requests that nothing fits otherwise. Where
+        weight gradients run apart, it counts on none."""
         if self.wanted.recompute != "auto" or not SCHEDULES[schedule].recomputes:
             return None
         if self._parts is None:

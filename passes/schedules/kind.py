@@ -45,7 +45,8 @@ class ScheduleKind:
 
     @property
     def recomputes(self) -> bool:
-        """Return whether forwards may be computed again: a backward in two parts has no place for it."""
+        """Return whether the planner counts on forwards that are computed again: weight gradients that are apart hold
+        the results until they run."""
         return not self.splits
 
     @property

@@ -36,7 +36,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from penstock.ir.action_kinds import ACTION_KINDS, DROP, SUM
+from penstock.ir.action_kinds import ACTION_KINDS, DROP, LET_GO, SUM
 from penstock.ir.schedule import (
     COMPUTE,
     MESSAGES,
@@ -116,7 +116,7 @@ CODES = {
     **dict.fromkeys(SENDS, _SEND),
     **dict.fromkeys(COMPUTE, _COMPUTE),
     SUM: _REDUCE,
-    DROP: _OTHER,
+    **dict.fromkeys((LET_GO, DROP), _OTHER),
 }
 _WAKE, _READY, _END, _REDUCED, _COMPUTED = range(5)
 # The first number of the key of a ring, whose ranks follow; that of a pair is its source.

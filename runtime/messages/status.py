@@ -34,12 +34,14 @@ BEAT_SECONDS = 0.25
 LOOK_SECONDS = 1.0
 WORDS = {
     "F": "forward of microbatch",
+    "R": "forward again of microbatch",
     "B": "backward of microbatch",
     "W": "weight gradient of microbatch",
     "P": "parts of gradients of batch",
     "N": "norm of the gradients of batch",
     "U": "update after batch",
     "AR": "reduction of the gradients of batch",
+    "L": "letting go of what is computed again of microbatch",
     "D": "drop of microbatch",
     "SF": "send of microbatch",
     "SP": "send of parts of gradients of batch",

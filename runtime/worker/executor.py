@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from penstock.backends.interface import StageProgram
-from penstock.ir.action_kinds import BACKWARD, DROP, FORWARD, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
+from penstock.ir.action_kinds import AGAIN, BACKWARD, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, share_of
 from penstock.ir.collective_calls import coordinates_of
 from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, signature
@@ -165,13 +165,15 @@ class Executor:
             ]
             for phase in PHASES
         }
-        for_backward = {value.name for kind in ADDERS if kind in self.graphs for value in self.graphs[kind].ins}
-        self._after_forward = frozenset(for_backward | sent[FORWARD])
+        for_backward, for_weights, for_again = self._taken(*ADDERS), self._taken(WEIGHTS), self._taken(AGAIN)
+        again = {value.name for value in self.graphs[AGAIN].saved} if AGAIN in self.graphs else set()
+        held = for_backward | for_again
+        self._after_forward = frozenset(held | sent[FORWARD])
+        self._after_again, self._after_letting_go = frozenset(for_backward), frozenset(held - again)
         # With W split off, B keeps what W takes.
-        for_weights = {value.name for value in self.graphs[WEIGHTS].ins} if WEIGHTS in self.graphs else set()
         sent_back = sent[BACKWARD]
         self._after_backward = {BACKWARD: frozenset(sent_back | for_weights), WEIGHTS: frozenset(sent_back)}
-        self._sent_later = {SEND_OF[FORWARD]: frozenset(for_backward), SEND_OF[BACKWARD]: frozenset(for_weights)}
+        self._sent_later = {SEND_OF[FORWARD]: frozenset(held), SEND_OF[BACKWARD]: frozenset(for_weights)}
         self._sends = {
             send: sum(
                 (edge.src, edge.phase) == (self.stage, phase) and edge.dst not in self._pack
@@ -199,6 +201,10 @@ class Executor:
         self._changes = bool(changed_vars(self.graphs.values()))
         self._held = False
         self._last_kind = next(kind for kind in reversed(READERS) if kind in kinds)
+
+    def _taken(self, *kinds: str) -> set[str]:
+        """Return the names of what graphs of the stage take."""
+        return {value.name for kind in kinds if kind in self.graphs for value in self.graphs[kind].ins}
 
     # -------------------------------------------------------------------------------------------- the loop
 
@@ -283,6 +289,12 @@ class Executor:
             self.report(Output(action.mb), arrays)
         self.store.keep_only(action.mb, self._after_forward)
 
+    def again(self, action: Action) -> None:
+        """Compute again what the forward did not keep, for the backward."""
+        self._call(AGAIN, action, [self._value(action.mb, value) for value in self.graphs[AGAIN].ins])
+        self._note(action)
+        self.store.keep_only(action.mb, self._after_again)
+
     def backward(self, action: Action) -> None:
         kind = action.kind
         self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
@@ -320,6 +332,9 @@ class Executor:
 
     def receive(self, action: Action) -> None:
         self.store.put_all(action.holder, self.transport.receive(action))
+
+    def let_go(self, action: Action) -> None:
+        self.store.keep_only(action.mb, self._after_letting_go)
 
     def drop(self, action: Action) -> None:
         self.store.keep_only(action.mb, frozenset())
@@ -421,6 +436,7 @@ class Executor:
 # The function that runs every kind of action on a rank.
 HANDLERS: dict[str, Callable[[Executor, Action], None]] = {
     FORWARD: Executor.forward,
+    AGAIN: Executor.again,
     **dict.fromkeys(ADDERS, Executor.backward),
     PARTS: Executor.agree,
     NORM_PARTS: Executor.agree,
@@ -428,5 +444,6 @@ HANDLERS: dict[str, Callable[[Executor, Action], None]] = {
     **dict.fromkeys(SENDS, Executor.send),
     **dict.fromkeys(RECEIVES, Executor.receive),
     SUM: Executor.sum_up,
+    LET_GO: Executor.let_go,
     DROP: Executor.drop,
 }

@@ -150,14 +150,16 @@ def test_two_versions_are_the_recurrence(schedule: str, stages: int, microbatche
         )
 
 
-@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "all"), ("2bw", "all"), ("zb-1f1b", "none")])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", "all"), ("2bw", "all"), ("zb-1f1b", "all"), ("zb-1f1b", "none")]
+)
 def test_what_backward_computes_again_does_not_move_them_twice(schedule: str, recompute: str) -> None:
     plan, kept = planned(2, 4, schedule, recompute), planned(2, 4, schedule.removeprefix("zb-"))
     weights, data = plan.model.imported.weights, batches(4)
     again = [
         op
         for name, graph in plan.module.graphs.items()
-        if name.endswith(".B")
+        if name.endswith((".R", ".B"))
         for op in graph.ops
         if "recompute" in op.attrs
     ]

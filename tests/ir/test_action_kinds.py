@@ -102,8 +102,8 @@ def test_rows_agree_with_each_other() -> None:
 
 def test_the_tuples_are_those_of_the_text_of_the_ir() -> None:
     """Dumps and bundles name kinds, and write some as their number."""
-    assert KINDS == ("F", "B", "W", "P", "N", "U", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "D")
-    assert COMPUTE == ("F", "B", "W", "P", "N", "U")
+    assert (*"FRBWPNU", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "L", "D") == KINDS
+    assert tuple("FRBWPNU") == COMPUTE
     assert PHASES == ("F", "B", "P", "N")
     assert TAKERS == {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",)}
     assert BATCH_ORDER == ("AR", "P", "N", "U")

@@ -15,10 +15,10 @@ from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 from penstock.passes.training.optimizer import OptimizerOptions, optimizer
 
 
-def chain_model(widths: list[int], skips: list[tuple[int, int]], tied: bool = False) -> Module:
+def chain_model(widths: list[int], skips: list[tuple[int, int]], tied: bool = False, rows: int = 4) -> Module:
     """Linear layers with relu, residual additions from layer a to layer b where widths agree, and a mean-square loss."""
-    x = Value("x", TensorType("f32", (4, widths[0])))
-    labels = Value("labels", TensorType("f32", (4, widths[-1])))
+    x = Value("x", TensorType("f32", (rows, widths[0])))
+    labels = Value("labels", TensorType("f32", (rows, widths[-1])))
     ops: list[Op] = []
     vars: dict[str, Var] = {}
     layers = [x]

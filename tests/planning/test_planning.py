@@ -177,9 +177,9 @@ def test_parts_are_computed_again_before_nothing_fits(tmp_path):
     def peak(plan):
         return max(row["peak"] for row in plan.as_dict()["memory"].values())
 
-    least = min(peak(ps.plan(model, limited(1 << 40), training, recompute=mode)) for mode in ("none", "all"))
+    whole = peak(ps.plan(model, limited(1 << 40), training, recompute="none"))
     # Of less memory the estimates say that it is too little, and the passes that it is enough.
-    for memory, more in ((int(0.9 * least), 1.0), (int(0.8 * least), 1.05)):
+    for memory, more in ((int(0.81 * whole), 1.0), (int(0.72 * whole), 1.05)):
         assert peak(ps.plan(model, limited(memory), training)) <= memory
         plan = plan_best(lambda size: model, limited(memory), training, batch=8, schedules=("1f1b",))
         assert peak(plan) <= memory

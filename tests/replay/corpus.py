@@ -34,7 +34,7 @@ PAIRS = ("cpu:0 cpu:1", "cpu:2 cpu:3")
 @dataclass(frozen=True)
 class Case:
     """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some
-    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors, `zero` variables. For inference,
+    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors, `zero` variables; `packs` are the stages of a device. For inference,
     `weights` are the bits of weights, and `bounded` lets the number of samples change."""
 
     make: Callable[[], ps.Model]
@@ -52,6 +52,7 @@ class Case:
     weights: int = 32
     bounded: bool = False
     zero: int = 0
+    packs: int = 1
 
 
 def trained(
@@ -126,6 +127,10 @@ CASES: dict[str, Case] = {
     "gpt-2bw": Case(lambda: models.gpt(), trained(ADAMW, microbatches=4), "2bw"),
     "gpt-recomputed": Case(
         lambda: models.gpt(), trained(ADAMW, microbatches=4), "zb-1f1b", recompute="all", precision="bf16", wire="f16"
+    ),
+    "gpt-packs": Case(lambda: models.gpt(4), trained(ADAMW, microbatches=4), "interleaved", packs=2),
+    "gpt-packs-recomputed": Case(
+        lambda: models.gpt(4), trained(ADAMW, microbatches=4), "zb-v", packs=2, recompute="all"
     ),
     "gpt-f16": Case(lambda: models.gpt(), trained(ADAMW), "gpipe", precision="f16"),
     "gpt-inference": Case(lambda: models.gpt(), None, "forward", precision="bf16"),
@@ -223,5 +228,6 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
         mesh=case.mesh,
         layouts=case.layouts,
         zero=case.zero,
+        packs=case.packs,
     )
     return module, training_pipeline(case.training.pass_options(), cuts, options)

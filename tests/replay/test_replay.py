@@ -11,7 +11,7 @@ import pytest
 
 from penstock.ir.graph import Module
 from penstock.passes.pipelines import PASSES
-from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES
 from replay import replay
 from replay.corpus import CASES, modules_of
 from replay.replay import HASHES, SAME, changed, hashed, hashes_of, keep, main, read_hashes, told, write_hashes
@@ -37,7 +37,7 @@ def test_the_file_has_these_models_and_no_others(tmp_path: Path) -> None:
 def test_the_corpus_uses_every_pass_and_every_schedule() -> None:
     used = {step.partition(" ")[2] for steps in KNOWN.values() for step, code in steps if code != SAME}
     assert used == {"input", *PASSES}
-    assert {case.schedule for case in CASES.values()} == set(SCHEDULES)
+    assert {case.schedule for case in CASES.values()} == {*SCHEDULES, *PACK_SCHEDULES}
 
 
 # ---------------------------------------------------------------------------------------- controls

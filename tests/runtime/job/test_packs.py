@@ -25,11 +25,11 @@ def mlp(tmp_path_factory):
     return write_mlp(tmp_path_factory.mktemp("packs") / "mlp.onnx", [8, 8, 8, 8, 8, 8], batch=4)
 
 
-def compiled(path, out, schedule, devices, packs=1, backend="numpy"):
+def compiled(path, out, schedule, devices, packs=1, backend="numpy", **options):
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
     split_at = [f"fc{i}.product" for i in range(2, devices * packs + 1)]
     cluster = Cluster.local(devices)
-    plan = ps.plan(ps.from_onnx(path), cluster, training, schedule=schedule, packs=packs, split_at=split_at)
+    plan = ps.plan(ps.from_onnx(path), cluster, training, schedule=schedule, packs=packs, split_at=split_at, **options)
     return ps.compile(plan, out, backend=backend)
 
 
@@ -50,6 +50,17 @@ def test_packs_train_as_a_device_per_stage_does(mlp, tmp_path, schedule):
     packed = compiled(mlp, tmp_path / "packs", schedule, 2, 2)
     same(trained(packed), whole)
     assert delay_of(open_bundle(packed).module) == 0
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_what_packs_compute_again_is_what_it_was(mlp, tmp_path, schedule):
+    """In processes, by compiled code, with weight gradients apart or not; checkpoints know nothing of it."""
+    whole = compiled(mlp, tmp_path / "whole", schedule, 2, 2, "tvm")
+    again = compiled(mlp, tmp_path / "again", schedule, 2, 2, "tvm", recompute="all")
+    kinds = {action.kind for action in open_bundle(again).module.schedule.actions()}
+    assert "R" in kinds
+    assert ("W" in kinds) == (schedule == "zb-v")
+    same(trained(again), trained(whole))
 
 
 def test_packs_train_over_gloo(mlp, tmp_path, monkeypatch):

@@ -22,10 +22,13 @@ from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.memory.account import Account, first_difference
 from penstock.ir.memory.predict import planned_account
 from penstock.ir.text import parse_module
+from penstock.ir.verify.verifier import verify
 from penstock.models import write_gpt
 from penstock.passes.communicate.communicate import communicate
+from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.passes.manager import run_passes
 from penstock.passes.memory.lifetimes import lifetimes
+from penstock.passes.memory.repeated import apart, may_repeat
 from penstock.passes.partition.split_backward import split_backward
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, schedule
@@ -103,8 +106,21 @@ def planned(gpt, kind, replicas=1, **options):
 @pytest.mark.parametrize("kind", TRAINING)
 def test_a_model_with_all_there_is(gpt, kind):
     """Adam, clipping (values of a batch), values that share messages and travel in 16 bits; computed again, or on several devices."""
-    more = {"replicas": 2} if kind in ("1f1b", "2bw") else {"recompute": "none" if SCHEDULES[kind].splits else "all"}
+    more = {"replicas": 2} if kind in ("1f1b", "2bw") else {"recompute": "all"}
     check(planned(gpt, kind, wire="bf16", **more), [(0, 3), (3, 2)])
+
+
+def test_microbatches_that_let_go_beside_some_that_keep(gpt):
+    """What is computed again is there from its own action on, and of other microbatches from their forward on."""
+    whole = planned(gpt, "gpipe", recompute="none")
+    forward = whole.graphs["s0.F"]
+    dropped = [op for op in forward.ops if may_repeat(forward)(op) and not {*op.outs}.isdisjoint(forward.saved)]
+    graphs = apart(forward, whole.graphs["s0.B"], dropped, frozenset({1, 2}), lets_go=True)
+    schedule = graphs.scheduled(whole.schedule.rewrite(lambda a: () if a.kind == "D" else (a,)), 0)
+    some = lifetimes(fuse(whole.but(schedule=schedule, graphs={**whole.graphs, **graphs.graphs}), FuseOptions()))
+    verify(some)
+    assert {"L", "R"} <= {action.kind for action in some.schedule.ranks[0].batch}
+    check(some, [(0, 3), (3, 2)])
 
 
 @pytest.mark.parametrize("kind", TRAINING)

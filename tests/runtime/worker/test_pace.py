@@ -49,7 +49,7 @@ def test_without_weight_gradients_apart_b_is_the_whole_backward():
 @pytest.mark.parametrize(
     ("pace", "latency", "message"),
     [
-        ({"X": 1.0}, 0.0, "pace is known of F, B, W, P, N, U, not of 'X'"),
+        ({"X": 1.0}, 0.0, "pace is known of F, R, B, W, P, N, U, not of 'X'"),
         ({"F": -1.0}, 0.0, "pace of F must be a number of seconds from 0 on, got -1"),
         ({"F": float("nan")}, 0.0, "pace of F must be"),
         ({"B": 0.1, "W": 0.2}, 0.0, "pace of B is that of the whole backward, W included: 0.1 is less than 0.2"),

@@ -145,7 +145,7 @@ BUGS = (
         "gpt",
         "pass recompute",
         "%h.0.attn.mix",
-        in_pass("recompute", in_graph("s0.B", changed("h.0.attn.mix", causal=False))),
+        in_pass("recompute", in_graph("s0.R", changed("h.0.attn.mix", causal=False))),
         more=("--recompute", "all"),
     ),
     Bug("an epilogue that is done twice", "gpt", "pass fuse", "%h.1.mlp.proj", in_pass("fuse", in_graph("s0.F", followed_by("h.1.mlp.proj", "add", twice=True)))),

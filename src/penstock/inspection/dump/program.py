@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.inspection.views.gantt import svg_gantt
-from penstock.ir.action_kinds import ACTION_KINDS, DROP, FORWARD, SUM
+from penstock.ir.action_kinds import ACTION_KINDS, DROP, FORWARD, LET_GO, SUM
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
 from penstock.passes.simulator.forecast import Forecast
@@ -77,6 +77,10 @@ def _computes(module: Module, action: Action) -> str:
     return f"run @s{action.stage}.{action.kind} for {_unit(action)}{version}"
 
 
+def _lets_go(module: Module, action: Action) -> str:
+    return f"let go of what @s{action.stage}.{action.phase} computes again for {_unit(action)}"
+
+
 def _drops(module: Module, action: Action) -> str:
     return f"drop what is left of {_unit(action)}"
 
@@ -108,6 +112,7 @@ DOES: dict[str, Callable[[Module, Action], str]] = {
     **dict.fromkeys(SENDS, _sends),
     **dict.fromkeys(RECEIVES, _receives),
     SUM: _sums,
+    LET_GO: _lets_go,
     DROP: _drops,
 }
 

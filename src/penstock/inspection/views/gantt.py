@@ -2,8 +2,8 @@
 
 In: a Simulated. Out: text, or a self-contained SVG. (exports/schedule.py writes Chrome traces.)
 
-In the text every column is an equal part of the time. It shows the kind of action that took most of it (F, B, W, U, P,
-N), `.` where nothing ran for most of it. The SVG has one row per rank with a box for every computation that is wide
+In the text every column is an equal part of the time. It shows the kind of action that took most of it (F, R, B, W, U,
+P, N), `.` where nothing ran for most of it. The SVG has one row per rank with a box for every computation that is wide
 enough to be seen. Below it, where curves are given, are the bytes that live, as a share of the highest curve of all.
 """
 
@@ -20,7 +20,15 @@ from penstock.passes.simulator.result import Simulated
 
 Curve = Sequence[tuple[float, float]]
 
-COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
+COLOURS = {
+    "F": "#7aa6d8",
+    "R": "#8fc6c0",
+    "B": "#e3a857",
+    "W": "#c8d06a",
+    "U": "#8f6bb1",
+    "P": "#b98aa8",
+    "N": "#a8a8a8",
+}
 _WIDTH, _ROW, _CURVE, _LEFT = 1400, 22, 26, 90
 # Boxes narrower than this many pixels are not drawn: thousands of ranks make a picture that can still be opened.
 _SEEN = 0.15

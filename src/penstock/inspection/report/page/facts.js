@@ -75,11 +75,11 @@ for (const graph of facts.graph.graphs) {
   }
 }
 
-const PHASE_NAMES = { F: "Forward", B: "Backward", W: "Weight gradients", P: "Shared gradients", N: "Norm", U: "Update", main: "Model" };
+const PHASE_NAMES = { F: "Forward", R: "Forward again", B: "Backward", W: "Weight gradients", P: "Shared gradients", N: "Norm", U: "Update", main: "Model" };
 const phaseName = (kind) => PHASE_NAMES[kind] || kind;
 
 const ACTION_NAMES = {
-  F: "forward", B: "backward", W: "weight gradients", U: "update", P: "shared gradients", N: "norm", AR: "sum over replicas",
+  F: "forward", R: "forward again", B: "backward", W: "weight gradients", U: "update", P: "shared gradients", N: "norm", AR: "sum over replicas",
   SF: "send forward", RF: "receive forward", SB: "send backward", RB: "receive backward", SP: "send shared gradients", RP: "receive shared gradients",
   SN: "send norm", RN: "receive norm",
 };

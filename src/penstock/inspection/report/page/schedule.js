@@ -1,6 +1,6 @@
 // Who runs what when: the planned timeline of every rank, and under it the measured one where there is a trace, from the beginning of the same batch.
 
-const COMPUTING = new Set(["F", "B", "W", "P", "N", "U"]);
+const COMPUTING = new Set(["F", "R", "B", "W", "P", "N", "U"]);
 const ONCE = new Set(["U", "P", "N", "AR", "SP", "RP", "SN", "RN"]);
 
 // The actions of every rank as objects, and where batches begin.
