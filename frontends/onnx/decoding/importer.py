@@ -35,6 +35,7 @@ from .lengths import LengthSample, values_at
 from .rows import lookups_of, row_problems
 from .rules import RULES
 from .turn import DOMAIN, Decoding, turn_of
+from .written import at_context, read_written
 
 # Sizes of past and new tokens at which lengths are computed, and tokens of the turn that is looked at first. No other
 # size of a model is likely to be any of them.
@@ -89,6 +90,7 @@ def import_decoder(decoder: OnnxDecoder, sizes: DecoderSizes) -> dict[int, Impor
             where=decoding.where,
             hint=f"--context {decoder.longest} is the longest",
         )
+    decoding = replace(decoding, attentions=_at_context(decoding, sizes.context))
     imported = {tokens: _import(decoding, tokens, sizes) for tokens in sizes.rungs}
     largest = imported[max(imported)]
     for one in imported.values():
@@ -114,12 +116,31 @@ def _attentions(source: OnnxFile, names: DecoderNames) -> dict[str, Attention]:
             attentions[node.output[0]] = read_grouped(node, name, inputs, samples)
         except Refused as error:
             problems.append(problem_of(name, node, str(error)))
-    if not grouped:
-        problems.append("no attention takes past keys and values: GroupQueryAttention of com.microsoft is looked for")
+    written, others = read_written(source, names, _SAMPLES, {past for a in attentions.values() for past in a.pasts})
+    attentions |= written
+    problems += others
+    if not attentions and not problems:
+        problems.append(
+            "no attention takes past keys and values: looked for is GroupQueryAttention of com.microsoft, or Concat of "
+            "past keys [batch, heads, past, size] with new ones, products and a softmax"
+        )
     if not problems:
         problems += interface_problems(source.model.graph, names, attentions.values())
     if problems:
         raise CannotImport(str(source.path), problems)
+    return attentions
+
+
+def _at_context(decoding: Decoding, context: int) -> dict[str, Attention]:
+    """Return the attentions with the windows that they have for texts as long as the context."""
+    attentions, problems = dict[str, Attention](), list[Unimported | str]()
+    for result, attention in decoding.attentions.items():
+        try:
+            attentions[result] = at_context(decoding.source, decoding.names, attention, context)
+        except Refused as error:
+            problems.append(str(error))
+    if problems:
+        raise CannotImport(decoding.where, problems)
     return attentions
 
 

@@ -29,12 +29,61 @@ class DecoderNames:
 
 
 @dataclass(frozen=True)
+class HeadShapes:
+    """The heads of an attention, and the sizes of keys and values. Queries that are `merged` have no dimension of
+    sequences."""
+
+    heads: int
+    key_heads: int
+    size: int
+    value_size: int
+    merged: bool
+
+    def of_new(self, tokens: int) -> list[tuple[int, ...]]:
+        """Return the shapes of queries, keys and values of so many tokens."""
+        queries = (self.heads, tokens, self.size)
+        return [
+            queries if self.merged else (1, *queries),
+            (1, self.key_heads, tokens, self.size),
+            (1, self.key_heads, tokens, self.value_size),
+        ]
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """Past keys or values with new ones behind them: the name of the result, and those of both."""
+
+    past: str
+    new: str
+    result: str
+
+
+@dataclass(frozen=True)
+class WrittenOut:
+    """An attention by the names of its tensors. `at` is the number of the node that gives the result.
+
+    The `shapes` are known once it was read.
+    """
+
+    at: int
+    result: str
+    queries: str
+    keys: JoinedTensor
+    values: JoinedTensor
+    shapes: HeadShapes | None = None
+
+    @property
+    def fed(self) -> tuple[str, str, str]:
+        return self.queries, self.keys.new, self.values.new
+
+
+@dataclass(frozen=True)
 class Attention:
     """An attention of a decoder. `node` is its name, and `result` that of its result.
 
     The queries have four dimensions, or three, with all heads in one. Without `keys` and `values` these are packed
     behind them. With `cosines` and `sines`, tables by position, queries and keys are turned. `size` is that of a head,
-    0 where the file leaves it open.
+    0 where the file leaves it open. One that is `written` out gives its result head by head, as its queries are.
     """
 
     node: str
@@ -53,6 +102,7 @@ class Attention:
     size: int = 0
     pasts: tuple[str, ...] = ()
     presents: tuple[str, ...] = ()
+    written: WrittenOut | None = None
 
 
 def fed_inputs(graph: onnx.GraphProto) -> dict[str, onnx.ValueInfoProto]:

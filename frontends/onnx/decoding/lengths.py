@@ -36,12 +36,14 @@ class LengthSample:
     tokens: int
 
 
-def needed_for(nodes: Sequence[onnx.NodeProto], wanted: Iterable[str]) -> list[onnx.NodeProto]:
-    """Return the nodes that the wanted tensors are computed by, in their order."""
+def needed_for(
+    nodes: Sequence[onnx.NodeProto], wanted: Iterable[str], given: Collection[str] = ()
+) -> list[onnx.NodeProto]:
+    """Return the nodes that the wanted tensors are computed by, from those that are `given`, in their order."""
     needed, kept = set(wanted), list[onnx.NodeProto]()
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):
-            needed.update(names_taken(node))
+            needed.update(name for name in names_taken(node) if name not in given)
             kept.append(node)
     return kept[::-1]
 
@@ -54,6 +56,20 @@ def values_at(
     sample: LengthSample,
 ) -> dict[str, np.ndarray]:
     """Return those of the wanted values that follow from lengths, for one number of past and new tokens."""
+    importer = import_at(source, needed_for(nodes, wanted), names, sample)
+    tensors = {name: importer.scope.tensors.get(name) for name in wanted}
+    return {name: tensor.array for name, tensor in tensors.items() if isinstance(tensor, KnownTensor)}
+
+
+def import_at(
+    source: OnnxFile,
+    nodes: Sequence[onnx.NodeProto],
+    names: DecoderNames,
+    sample: LengthSample,
+    fed: Mapping[str, tuple[int, ...]] | None = None,
+) -> OnnxImporter:
+    """Import some nodes for one number of past and new tokens. `fed` are the shapes of tensors of floats that become
+    inputs. What cannot be imported is left out."""
     graph = source.model.graph
     held = _held(graph, names, sample)
     inputs = [
@@ -61,14 +77,14 @@ def values_at(
         for name, value in fed_inputs(graph).items()
         if name not in held
     ]
-    part = source.part(needed_for(nodes, wanted), inputs, [], held)
+    inputs += [make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in (fed or {}).items()]
+    part = source.part(nodes, inputs, [], held)
     importer = OnnxImporter(part, opsets_of(source), Findings(), Trained(part, Findings(), None, None))
     importer.take_inputs(part.model.graph, bind(part.model.graph, {}, {}, str(source.path)))
     importer.take_initializers(part.model.graph)
     for index, node in enumerate(part.model.graph.node):
         importer.take_node(node, index, importer.scope)
-    tensors = {name: importer.scope.tensors.get(name) for name in wanted}
-    return {name: tensor.array for name, tensor in tensors.items() if isinstance(tensor, KnownTensor)}
+    return importer
 
 
 def _held(graph: onnx.GraphProto, names: DecoderNames, sample: LengthSample) -> dict[str, np.ndarray]:

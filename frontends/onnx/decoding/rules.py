@@ -17,9 +17,15 @@ from penstock.ir.graph import Value
 from penstock.ir.ops.caches import BLOCK
 
 
-def _rows(n: OnnxNode, x: Value, heads: int) -> Value:
-    """Turn [1, rows, heads * size] or [1, heads, rows, size] into [rows, heads, size]."""
+def _rows(n: OnnxNode, x: Value, heads: int, written: bool) -> Value:
+    """Turn [1, rows, heads * size] or [1, heads, rows, size] into [rows, heads, size].
+
+    What is `written` out has heads in front, also without the dimension of sequences.
+    """
     dims = x.type.dims
+    if written and x.type.rank == 3:
+        x = reshape(n, x, (1, *dims))
+        dims = x.type.dims
     n.require(x.type.rank in (3, 4) and dims[0] == 1, f"queries, keys and values must be of one sequence, got {x.type}")
     if x.type.rank == 4:
         n.require(dims[1] == heads, f"{x.type} has not {heads} heads")
@@ -47,7 +53,8 @@ def _attend(n: OnnxNode) -> Result:
         n.require(packed.type.rank == 3 and ends[3] == packed.type.dims[2], f"{packed.type} holds no whole heads")
         parts = [cut(n, packed, 2, ends[i], ends[i + 1]) for i in range(3)]
     counts = (heads, key_heads, key_heads)
-    q, k, v = (_rows(n, part, count) for part, count in zip(parts, counts, strict=True))
+    written, rank = bool(n.int_attr("written")), packed.type.rank
+    q, k, v = (_rows(n, part, count, written) for part, count in zip(parts, counts, strict=True))
     q, k = _turned(n, q, interleaved), _turned(n, k, interleaved)
     size = n.int_attr("size") or q.type.dims[2]
     n.require(q.type.dims[2] == size, f"{packed.type} holds heads of {q.type.dims[2]}, those of the past have {size}")
@@ -60,6 +67,9 @@ def _attend(n: OnnxNode) -> Result:
     scale = n.float_attr("scale") or 1.0 / math.sqrt(q.type.dims[-1])
     window, cap = n.int_attr("window"), n.float_attr("cap")
     y = n.emit("attend", q, keys, values, starts, lengths, table, scale=scale, window=window, cap=cap)
+    if written:
+        y = transpose(n, y, (1, 0, 2))
+        return y if rank == 3 else reshape(n, y, (1, *y.type.dims))
     return reshape(n, y, (1, y.type.dims[0], heads * size))
 
 

@@ -137,6 +137,7 @@ class _TurnWriter:
             window=attention.window,
             cap=attention.cap,
             interleaved=int(attention.interleaved),
+            written=int(attention.written is not None),
         )
 
     def _by_position(self, table: str) -> str:

@@ -56,7 +56,7 @@ def verify_text(bundle: Bundle, seed: int, tolerance: float | None) -> int:
     store = DictStore({name: np.asarray(array) for name, array in bundle.weights().items()})
     worst, wrong, count = 0.0, 0, 0
     for prompt, text in zip(prompts, texts, strict=True):
-        for position, logits in _logits(graph, store, text, len(prompt), max(facts.rungs)):
+        for position, logits in logits_of(graph, store, text, len(prompt), max(facts.rungs)):
             gap = float((logits.max() - logits[text[position]]) / max(float(np.ptp(logits)), 1e-30))
             worst, wrong, count = max(worst, gap), wrong + (not gap <= limit), count + 1
     said = f"{counted(count, 'token')} of {counted(len(prompts), 'text')} against whole sequences without a cache"
@@ -125,7 +125,7 @@ def _repeated(emit: Callable[..., Value], x: Value, group: int) -> Value:
     return emit("reshape", [grouped], shape=(heads * group, rows, size))
 
 
-def _logits(
+def logits_of(
     graph: Graph, store: DictStore, text: Sequence[int], first: int, rows: int
 ) -> Sequence[tuple[int, np.ndarray]]:
     """Return the logits in front of each token of a text behind its prompt."""

@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SECONDS = 0.004
 # Times in traces are rounded to tenths of microseconds.
 ROUNDED = 3e-7
@@ -40,6 +42,7 @@ def test_times_and_memory_are_those_of_the_gpu(program: Program, tmp_path: Path)
     assert "of 195.3 KiB are in use" in said["error"]
 
 
+@pytest.mark.slow
 def test_control_times_of_the_rank_itself_are_noticed(program: Program, tmp_path: Path) -> None:
     """Here events have no times, so that a computation is as long as it took to ask for it."""
     said = traced(program, tmp_path, STRAW_FAULT="clock")

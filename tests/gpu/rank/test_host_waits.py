@@ -69,6 +69,7 @@ def test_control_a_missing_wait_is_noticed(fault: str, program: Program, tmp_pat
     assert not np.allclose([float(x) for x in said["losses"]], said["expected"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_control_shared_memory_that_is_not_pinned_is_noticed(program: Program, tmp_path: Path) -> None:
     """A GPU copies from memory that its rank shares with a processor's. Here CUDA pins none of it."""
     case = CASES["GPU and processor, 1f1b"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from oracles.caches.decoders import OnnxruntimeDecoder
 from samples.decoders.grouped import CONTEXT, WORDS, DecoderForm, write_decoder, write_plain
+from samples.decoders.written import WrittenForm, write_written
 from samples.huggingface.folders import write_tokenizer
 
 import penstock as ps
@@ -28,8 +29,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("backend", ["numpy", pytest.param("tvm", marks=pytest.mark.slow)])
-def test_a_bundle_generates_the_text_of_onnxruntime(file: Path, backend: str, tmp_path: Path, capsys):
+@pytest.mark.parametrize("written", [False, True], ids=["operator", "written out"])
+def test_a_bundle_generates_the_text_of_onnxruntime(file: Path, backend: str, written: bool, tmp_path: Path, capsys):
     out = tmp_path / "b"
+    file = write_written(tmp_path / "model.onnx", WrittenForm(window=9)) if written else file
     assert main(["compile", str(file), "-o", str(out), "--backend", backend, *WORDS_OF_COMMAND]) == 0
     assert main(["verify", str(out)]) == 0
     assert "without a cache: ok" in capsys.readouterr().err
