@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", metavar="NAME", help="models, by the names of their files")
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2], metavar="N", help="threads (default: 1 2)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each contender (default: 7)")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of outputs, relative to the largest")
     parser.add_argument("--json", metavar="FILE", help="write every turn; rows there of other runs stay")
     parser.add_argument("--measure", type=int, metavar="N", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -86,8 +87,8 @@ def main() -> int:
     for key, value in facts.items():
         print(f"{key:<12} {value}")
     print("\n" + markdown(*table_of(rows)) + "\n\n" + "\n".join(means_of(rows)))
-    write_json(arguments.json, {"facts": facts, "tolerance": TOLERANCE, "rows": rows})
-    return int(any(row["error"] > TOLERANCE for row in rows) or not rows)
+    write_json(arguments.json, {"facts": facts, "tolerance": arguments.tolerance, "rows": rows})
+    return int(any(row["error"] > arguments.tolerance for row in rows) or not rows)
 
 
 def _export(python: str, folder: Path, only: Sequence[str] | None) -> None:

@@ -58,9 +58,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the files go: NAME.onnx")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="models")
+    parser.add_argument("--list", type=Path, default=LIST, metavar="FILE", help="the list (default: exports.toml)")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    rows = tomllib.loads(LIST.read_text(encoding="utf-8"))["model"]
+    rows = tomllib.loads(arguments.list.read_text(encoding="utf-8"))["model"]
     for row in rows:
         path = arguments.folder / f"{row['name']}.onnx"
         if (arguments.only is None or row["name"] in arguments.only) and not path.exists():

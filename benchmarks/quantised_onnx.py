@@ -1,10 +1,14 @@
-"""Feed-forward layers as BERT has them, quantised by onnxruntime's `quantize_dynamic`, beside onnxruntime.
+"""Models that onnxruntime quantised to bytes, beside onnxruntime.
 
-    python benchmarks/quantised_onnx.py                       rows 1, 16 and 128, in float32 and in bytes: two minutes
+    python benchmarks/quantised_onnx.py                       layers of 1, 16 and 128 rows as BERT has: two minutes
     python benchmarks/quantised_onnx.py --rows 8 --width 64   other sizes
+    python benchmarks/quantised_onnx.py --exporter PYTHON     ResNet-50 and BERT-base: ten minutes
 
-It writes the models, and beside_onnxruntime.py measures them: a call of each in turn, medians, one thread and two.
-Other options go on to that program. The models of float32 are there for comparison.
+Layers are quantised by `quantize_dynamic`, and stand beside those in float32. ResNet-50 and BERT-base, with random
+weights, are quantised by `quantize_static` in QDQ form, with two drawn inputs for the ranges, and by
+`quantize_dynamic`. PYTHON is the one that export_models.py runs in. Other options go on to beside_onnxruntime.py, which
+measures: a call of each in turn, medians, one thread and two. Deep networks of random weights let a step of
+quantisation grow, so outputs of whole models may differ by more than those of layers.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
 
 HERE = Path(__file__).resolve().parent
+TOLERANCE = "0.1"
 # A gelu between two products, each with a bias, and the sum with the input.
 TEXT = """<ir_version: 8, opset_import: ["" : 17]>
 layer (float[{rows},{width}] x) => (float[{rows},{width}] y) <float half = {{0.5}}, float one = {{1.0}}, float root = {{1.4142135}}> {{
@@ -41,10 +47,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 16, 128], help="rows of the input")
     parser.add_argument("--width", type=int, default=768, help="columns of the input; a quarter of those inside")
-    arguments, rest = parser.parse_known_args()
+    parser.add_argument("--exporter", metavar="PYTHON", help="measure whole models, which this Python makes")
+    arguments, others = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-        write_models(Path(folder), arguments.rows, arguments.width)
-        words = [str(HERE / "beside_onnxruntime.py"), "--models", folder, *rest]
+        if arguments.exporter:
+            (Path(folder) / "floats").mkdir()
+            command = [arguments.exporter, str(HERE / "export_models.py"), f"{folder}/floats"]
+            subprocess.run([*command, "--list", str(HERE / "quantised.toml")], check=True, stdout=sys.stderr)
+            for path in sorted(Path(folder).glob("floats/*.onnx")):
+                quantise_model(path, Path(folder))
+            others = ["--tolerance", TOLERANCE, *others]
+        else:
+            write_models(Path(folder), arguments.rows, arguments.width)
+        words = [str(HERE / "beside_onnxruntime.py"), "--models", folder, *others]
         return subprocess.run([sys.executable, *words], check=False).returncode
 
 
@@ -57,6 +72,39 @@ def write_models(folder: Path, rows: Sequence[int], width: int, *, per_channel: 
         quantize_dynamic(plain, path, per_channel=per_channel, weight_type=QuantType.QInt8)
         paths.append(path)
     return paths
+
+
+class DrawnInputs(CalibrationDataReader):
+    """Two drawn inputs of a model, from which ranges of its tensors are taken."""
+
+    def __init__(self, path: Path) -> None:
+        random, self.feeds = np.random.default_rng(0), list[dict[str, np.ndarray]]()
+        for _ in range(2):
+            feed = {}
+            for value in onnx.load(path, load_external_data=False).graph.input:
+                dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+                whole = value.type.tensor_type.elem_type == onnx.TensorProto.INT64
+                drawn = random.integers(0, 2000, dims) if whole else random.standard_normal(dims)
+                feed[value.name] = drawn if whole else drawn.astype(np.float32)
+            self.feeds.append(feed)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return self.feeds.pop() if self.feeds else None
+
+
+def quantise_model(path: Path, folder: Path) -> list[Path]:
+    """Quantise a model of floats, statically in QDQ form and dynamically; return the files."""
+    ready = path.with_suffix(".ready")
+    static, dynamic = folder / f"{path.stem}-static.onnx", folder / f"{path.stem}-dynamic.onnx"
+    quant_pre_process(path, ready, skip_symbolic_shape=True)
+    how = {"per_channel": True, "weight_type": QuantType.QInt8}
+    quantize_static(ready, static, DrawnInputs(ready), quant_format=QuantFormat.QDQ, **how)
+    # Shapes of weights that quantising transposes would contradict those written down.
+    model = onnx.load(ready)
+    del model.graph.value_info[:]
+    onnx.save(model, ready)
+    quantize_dynamic(ready, dynamic, **how)
+    return [static, dynamic]
 
 
 def _layer(rows: int, width: int) -> onnx.ModelProto:
