@@ -141,6 +141,7 @@ def differences(pages: Sequence[Path], folder: Path, until: str = "") -> list[st
     """Commands that did not print what their pages show."""
     with chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(folder / ".cache"))
+        patch.setenv("PENSTOCK_RATES", "assumed")
         patch.setenv("COLUMNS", "160")
         return [
             f"{page.name}: $ {part.text}\n" + "\n".join(came)
@@ -195,6 +196,7 @@ def write_pages() -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
     with TemporaryDirectory() as folder, chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(Path(folder) / ".cache"))
+        patch.setenv("PENSTOCK_RATES", "assumed")
         patch.setenv("COLUMNS", "160")
         places, began = dict.fromkeys(PAGES, 0), monotonic()
         for page, part, came in walk(PAGES):
