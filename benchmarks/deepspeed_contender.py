@@ -70,7 +70,7 @@ def main() -> None:
         torch.set_num_threads(1)
         deepspeed.init_distributed("gloo", verbose=False)
     pieces = pieces_of(shape, model_file)
-    shared: list[Any] = [best_cut(time_pieces(pieces, shape), RANKS) if rank == 0 else None]
+    shared: list[Any] = [best_cut(time_pieces(pieces, shape), [[rank] for rank in range(RANKS)]) if rank == 0 else None]
     torch.distributed.broadcast_object_list(shared)
     cut: list[int] = shared[0]
     # Pieces of other ranks take no memory here; DeepSpeed gets identities in their place.

@@ -17,6 +17,7 @@ from training_shape import MOMENTUM, Shape, batches
 from turns import serve
 
 import penstock as ps
+from penstock.ir.schedule_names import PACKED
 
 
 def compile_model(shape: Shape, model_file: str, schedule: str, bundle: Path) -> dict[str, object]:
@@ -29,7 +30,9 @@ def compile_model(shape: Shape, model_file: str, schedule: str, bundle: Path) ->
         optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
     training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
     begin = time.perf_counter()
-    plan = ps.plan(ps.from_onnx(model_file), cluster, training, schedule=schedule, precision=shape.precision)
+    packs = 2 if schedule in PACKED else 1
+    model = ps.from_onnx(model_file)
+    plan = ps.plan(model, cluster, training, schedule=schedule, precision=shape.precision, packs=packs)
     ps.compile(plan, bundle)
     predicted = " + ".join(f"{row['peak'] / 2**20:.0f}" for row in plan.as_dict()["memory"].values())
     return {"compiled in s": round(time.perf_counter() - begin, 1), "predicted peak of tensors, MiB": predicted}

@@ -34,6 +34,8 @@ SCHEDULES = {
     "1f1b": ("Schedule1F1B", 1),
     "gpipe": ("ScheduleGPipe", 1),
     "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2),
+    "interleaved": ("ScheduleInterleaved1F1B", 2),
+    "zb-v": ("ScheduleZBVZeroBubble", 2),
 }
 RANKS = 2
 # The first one warms up.
@@ -123,19 +125,30 @@ def time_pieces(pieces: Sequence[nn.Module], shape: Shape) -> list[float]:
     return seconds
 
 
-def best_cut(seconds: Sequence[float], stages: int) -> list[int]:
-    """Choose the beginnings of stages and the end of the last one.
+def best_cut(seconds: Sequence[float], ranks: Sequence[Sequence[int]]) -> list[int]:
+    """Choose the beginnings of stages and the end of the last one. `ranks` are the stages of each.
 
     The busiest rank has as little to do as possible, then the longest stage.
     """
 
     def cost(cut: Sequence[int]) -> tuple[float, float]:
         parts = [sum(seconds[a:b]) for a, b in pairwise(cut)]
-        return max(sum(parts[rank::RANKS]) for rank in range(RANKS)), max(parts)
+        return max(sum(parts[i] for i in of_rank) for of_rank in ranks), max(parts)
 
     return list(
-        min(((0, *inner, len(seconds)) for inner in combinations(range(1, len(seconds)), stages - 1)), key=cost)
+        min(
+            ((0, *inner, len(seconds)) for inner in combinations(range(1, len(seconds)), sum(map(len, ranks)) - 1)),
+            key=cost,
+        )
     )
+
+
+def _stages_of(schedule_name: str, rank: int) -> list[int]:
+    """Return the stages of a rank: dealt round, or under zb-v down and up again."""
+    per_rank = SCHEDULES[schedule_name][1]
+    if schedule_name == "zb-v":
+        return [rank, 2 * RANKS - 1 - rank]
+    return list(range(rank, per_rank * RANKS, RANKS))
 
 
 def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup: int, rank: int, port: int) -> None:
@@ -148,12 +161,13 @@ def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup
     name, per_rank = SCHEDULES[schedule_name]
     count = per_rank * RANKS
     pieces = pieces_of(shape, model_file)
-    shared: list[Any] = [best_cut(time_pieces(pieces, shape), count) if rank == 0 else None]
+    ranks = [_stages_of(schedule_name, other) for other in range(RANKS)]
+    shared: list[Any] = [best_cut(time_pieces(pieces, shape), ranks) if rank == 0 else None]
     distributed.broadcast_object_list(shared)
     cut: list[int] = shared[0]
     stages = [
         pipelining.PipelineStage(Stage(pieces[cut[i] : cut[i + 1]], shape), i, count, torch.device("cpu"))
-        for i in range(rank, count, RANKS)
+        for i in _stages_of(schedule_name, rank)
     ]
     del pieces
     kind = getattr(schedules, name)
@@ -164,10 +178,9 @@ def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup
     def step() -> float | None:
         inputs, labels = map(torch.from_numpy, next(data))
         losses: list[Any] = []
-        if rank == 0:
-            schedule.step(inputs)
-        else:
-            schedule.step(target=labels, losses=losses)
+        fed = (inputs,) if stages[0].is_first else ()
+        judged = {"target": labels, "losses": losses} if stages[-1].is_last else {}
+        schedule.step(*fed, **judged)
         optimizer.step()
         optimizer.zero_grad()
         return sum(loss.item() for loss in losses) / len(losses) if losses else None

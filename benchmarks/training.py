@@ -203,7 +203,7 @@ def _measure(shape: Shape, cores: list[int], folder: Path, arguments: argparse.N
             begin = time.perf_counter()
             contender.start()
             print(f"started {name} in {time.perf_counter() - begin:.0f} s {contender.about}", file=sys.stderr)
-        turns, idle = _take_turns(contenders, arguments.steps, arguments.rounds)
+        turns, idle = take_turns(contenders, arguments.steps, arguments.rounds)
         return {
             "steps_per_turn": arguments.steps,
             "tried": {name: rows for name, rows in tried.items() if len(rows) > 1},
@@ -225,7 +225,7 @@ def _measure(shape: Shape, cores: list[int], folder: Path, arguments: argparse.N
             contender.stop()
 
 
-def _take_turns(
+def take_turns(
     contenders: Sequence[Contender], steps: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return wall seconds of every turn, and each contender's processor time while others had their turn.

@@ -53,16 +53,23 @@ def test_all_contenders_train_the_same_model(tmp_path: Path, model: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "stages", "cut"),
-    [([1, 1, 1, 3], 2, [0, 3, 4]), ([4, 1, 1, 1, 1], 2, [0, 1, 5]), ([1] * 8, 4, [0, 2, 4, 6, 8])],
+    ("seconds", "ranks", "cut"),
+    [
+        ([1, 1, 1, 3], [[0], [1]], [0, 3, 4]),
+        ([4, 1, 1, 1, 1], [[0], [1]], [0, 1, 5]),
+        ([1] * 8, [[0, 2], [1, 3]], [0, 2, 4, 6, 8]),
+        # Dealt round, and down and up again: then the last stage is on the rank of the first.
+        ([1, 2, 2, 1, 2], [[0, 2], [1, 3]], [0, 1, 2, 4, 5]),
+        ([1, 2, 2, 1, 2], [[0, 3], [1, 2]], [0, 1, 2, 3, 5]),
+    ],
 )
 def test_pipelines_are_cut_where_the_busiest_rank_has_least(
-    seconds: list[float], stages: int, cut: list[int], monkeypatch: pytest.MonkeyPatch
+    seconds: list[float], ranks: list[list[int]], cut: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from torch_contender import best_cut
 
-    assert best_cut(seconds, stages) == cut
+    assert best_cut(seconds, ranks) == cut
 
 
 @pytest.mark.parametrize("sizes", [{}, {"layers": 3, "width": 48, "positions": 17}])
