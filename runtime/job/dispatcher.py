@@ -34,7 +34,7 @@ from penstock.runtime.messages.control import Arrays, Done, End, Message, Output
 from penstock.runtime.messages.defaults import LATENCY
 from penstock.support.errors import PenstockError, QueueFull
 
-from .requests import Flying, Packer, Request, RequestPart, SampleLayout, Ticket
+from .requests import Flying, Packer, Request, RequestPart, Ticket
 
 if TYPE_CHECKING:
     from .own_process import OwnProcess
@@ -56,7 +56,6 @@ class Serving:
     def __init__(
         self,
         workers: Workers | OwnProcess,
-        layout: SampleLayout,
         fed: Sequence[Collection[str]],
         batch: int,
         per_batch: int,
@@ -64,12 +63,12 @@ class Serving:
         queue: int,
         note: Note,
     ) -> None:
-        self._workers, self._layout, self._fed, self._note = workers, layout, fed, note
+        self._workers, self._fed, self._note = workers, fed, note
         self._shares = [share_of(workers.bundle.module, rank) for rank in range(workers.count)]
         self._batch, self._per_batch = batch, per_batch
         self._next = batch * per_batch
         self._one_by_one = mode == LATENCY
-        self._packer = Packer(layout, shares=not self._one_by_one)
+        self._packer = Packer(shares=not self._one_by_one)
         self._most = workers.most_in_flight
         self._hungry = len(workers.bundle.module.stages)
         self._flying: dict[int, Flying] = {}
@@ -86,10 +85,12 @@ class Serving:
 
     # -------------------------------------------------------------------------------------------- any thread
 
-    def submit(self, request: Request, timeout: float | None = None) -> Future[Arrays]:
-        """Accept a request, as soon as the queue has room; QueueFull after `timeout` seconds without."""
-        ticket = Ticket(request, self._layout)
-        ticket.future.add_done_callback(self._done)
+    def submit(self, requests: Sequence[Request], timeout: float | None = None) -> list[Future[Arrays]]:
+        """Accept requests that belong together, as soon as the queue has room for one; QueueFull after `timeout`
+        seconds without."""
+        tickets = [Ticket(request) for request in requests]
+        for ticket in tickets:
+            ticket.future.add_done_callback(self._done)
         if threading.current_thread() is self._thread:
             timeout = 0.0  # no other thread would make room
         with self._changed:
@@ -106,12 +107,12 @@ class Serving:
                     where="submit",
                     hint="wait longer, or send fewer at once",
                 )
-            self._room -= 1
-            self._incoming.append(ticket)
+            self._room -= len(tickets)
+            self._incoming.extend(tickets)
             sleeps = not self._full
         if sleeps:
             self._workers.wake()
-        return ticket.future
+        return [ticket.future for ticket in tickets]
 
     def _done(self, future: Future[Arrays]) -> None:
         if future.cancelled():
@@ -187,7 +188,7 @@ class Serving:
         waiting = self._packer.waiting
         while waiting and len(self._flying) < self._most:
             ticket = waiting[0]
-            if self._one_by_one and self._flying and not ticket.sent:
+            if self._one_by_one and self._flying and not ticket.sent and not ticket.request.follows:
                 return
             if not self._packer.full() and len(self._flying) >= self._hungry:
                 return
@@ -203,13 +204,14 @@ class Serving:
                 self._changed.notify_all()
 
     def _send(self, parts: list[RequestPart]) -> None:
-        mb, arrays = self._next, self._layout.microbatch(parts)
+        mb, layout = self._next, parts[0].ticket.layout
+        arrays, batch = layout.microbatch(parts), RequestBatch(mb, layout.rung)
         self._next += 1
-        self._flying[mb] = Flying(parts, len(self._layout.outputs))
+        self._flying[mb] = Flying(parts, len(layout.outputs))
         for rank, names in enumerate(self._fed):
             # Every rank counts microbatches, also those that another one of its stage runs.
             mine = mb % self._per_batch in self._shares[rank]
-            self._workers.send(rank, RequestBatch(mb), {name: arrays[name] for name in names} if mine else {})
+            self._workers.send(rank, batch, {name: arrays[name] for name in names} if mine else {})
 
     def _take(self, message: Message, arrays: Arrays) -> None:
         if not isinstance(message, Output):

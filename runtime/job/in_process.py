@@ -211,7 +211,7 @@ class LoadedModel(GeneratesText):
 
     def _answer(self, given: Any, live: Sequence[torch.Tensor]) -> Arrays:
         """Answer a request in microbatches, or say all that does not fit."""
-        ticket = Ticket(self.layout.request(given, "inputs"), self.layout)
+        ticket = Ticket(self.layout.request(given, "inputs"))
         while ticket.left:
             part = RequestPart(ticket, ticket.sent, 0, min(self.layout.samples, ticket.left))
             ticket.sent += part.samples

@@ -61,18 +61,18 @@ class Inference:
             if self._closed:
                 raise UsageError("the job is closed")
             return self._model(inputs)
-        return self.send(self.layout.request(inputs, "inputs")).result()
+        return self.send([self.layout.request(inputs, "inputs")])[0].result()
 
     def submit(self, inputs: Inputs, timeout: float | None, where: str = "request") -> Future[Arrays]:
-        return self.send(self.layout.request(inputs, where, copy=True), timeout)
+        return self.send([self.layout.request(inputs, where, copy=True)], timeout)[0]
 
-    def send(self, request: Request, timeout: float | None = None) -> Future[Arrays]:
-        """Queue a request that was checked and will not change, as `submit` does."""
+    def send(self, requests: Sequence[Request], timeout: float | None = None) -> list[Future[Arrays]]:
+        """Queue requests that were checked and will not change, as `submit` does. They belong together."""
         while True:
             serving = self._open()
             # If another command came in between, the request begins with the run after it.
             with contextlib.suppress(Drained):
-                return serving.submit(request, timeout)
+                return serving.submit(requests, timeout)
 
     def stream(self, requests: Iterable[Inputs]) -> Generator[Arrays, None, None]:
         """Yield the outputs of each request, in order."""
@@ -110,7 +110,6 @@ class Inference:
             if self._serving is None:
                 args = (
                     self._workers,
-                    self.layout,
                     self._fed,
                     self._batch,
                     self._per_batch,

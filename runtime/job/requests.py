@@ -39,17 +39,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Checked inputs by our names."""
+    """Checked inputs by our names. One that `follows` is a piece of the same request of a caller as the one before."""
 
     inputs: Arrays
     samples: int
+    layout: SampleLayout
+    follows: bool = False
 
 
 class SampleLayout:
-    """The places of samples in the inputs and outputs of a module."""
+    """The places of samples in the inputs and outputs of a module. `rung` is the name of its size, where a model has
+    several."""
 
-    def __init__(self, module: Module, renamed: Mapping[str, str]) -> None:
-        self._module, self._renamed = module, renamed
+    def __init__(self, module: Module, renamed: Mapping[str, str], rung: str = "") -> None:
+        self._module, self._renamed, self.rung = module, renamed, rung
         self.samples = microbatch_size(module)
         self.inputs = {value.name: value.type for value in module.data_inputs}
         # Where samples lie; scalars have none.
@@ -83,14 +86,16 @@ class SampleLayout:
             raise UsageError("does not fit the model:" + itemised(problems), where=where)
         samples = next(iter(counts.values()), self.samples)
         check_batch(self._module, arrays, where, self._renamed, samples=samples, ranges=self._ranges)
-        return Request({name: array.copy() for name, array in arrays.items()} if copy else arrays, samples)
+        return Request({name: array.copy() for name, array in arrays.items()} if copy else arrays, samples, self)
 
     def cut(self, request: Request, size: int) -> Iterator[Request]:
         """Yield requests of up to `size` samples each, in order; they share the arrays."""
         for start in range(0, request.samples, size):
             stop = min(start + size, request.samples)
             yield Request(
-                {name: self._slice(name, array, start, stop) for name, array in request.inputs.items()}, stop - start
+                {name: self._slice(name, array, start, stop) for name, array in request.inputs.items()},
+                stop - start,
+                self,
             )
 
     def microbatch(self, parts: Sequence[RequestPart]) -> Arrays:
@@ -106,8 +111,10 @@ class SampleLayout:
 
     def alike(self, a: Request, b: Request) -> bool:
         """Return whether two requests may share a microbatch."""
-        return self.packs and all(
-            np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys()
+        return (
+            a.layout is b.layout
+            and self.packs
+            and all(np.array_equal(a.inputs[name], b.inputs[name]) for name in self.inputs.keys() - self.rows.keys())
         )
 
     def outside(self, results: Mapping[str, T]) -> dict[str, T]:
@@ -123,15 +130,14 @@ class SampleLayout:
 class Ticket:
     """A request on its way. `sent` samples of it are in microbatches, `missing` rows of results have not arrived."""
 
-    def __init__(self, request: Request, layout: SampleLayout) -> None:
-        self.request = request
+    def __init__(self, request: Request) -> None:
+        self.request, self.layout = request, request.layout
         self.future: Future[Arrays] = Future()
         self.sent = 0
-        self._layout = layout
-        self._missing = request.samples * len(layout.outputs)
+        self._missing = request.samples * len(self.layout.outputs)
         self._whole: Arrays = {}
         self._pieces: dict[str, dict[int, np.ndarray]] = {
-            name: {} for name, place in layout.output_rows.items() if place is None
+            name: {} for name, place in self.layout.output_rows.items() if place is None
         }
 
     @property
@@ -142,7 +148,7 @@ class Ticket:
     def take(self, part: RequestPart, outputs: Arrays) -> bool:
         """Accept the results of a microbatch that the request has a part in. Return whether they were the last ones."""
         for name, array in outputs.items():
-            place = self._layout.output_rows[name]
+            place = self.layout.output_rows[name]
             self._missing -= part.samples
             if place is None:
                 self._pieces[name][part.start] = array
@@ -152,20 +158,20 @@ class Ticket:
                 self._whole[name] = mine
                 continue
             if name not in self._whole:
-                type = self._layout.outputs[name]
+                type = self.layout.outputs[name]
                 self._whole[name] = np.empty(place.shape(type.dims, self.request.samples), numpy_dtype(type.dtype))
             place.part(self._whole[name], part.start, part.start + part.samples)[...] = mine
         return self._missing == 0
 
     def results(self) -> Arrays:
         results: Arrays = {}
-        for name in self._layout.outputs:
+        for name in self.layout.outputs:
             if name in self._whole:
                 results[name] = self._whole[name]
                 continue
             pieces = [array for _, array in sorted(self._pieces[name].items(), key=lambda item: item[0])]
             results[name] = np.concatenate(pieces) if pieces[0].ndim else np.stack(pieces)
-        return self._layout.outside(results)
+        return self.layout.outside(results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +195,8 @@ class Flying:
 class Packer:
     """Requests that wait for their microbatches, first come, first served."""
 
-    def __init__(self, layout: SampleLayout, *, shares: bool) -> None:
-        self._layout, self._shares = layout, shares
+    def __init__(self, *, shares: bool) -> None:
+        self._shares = shares
         self.waiting: deque[Ticket] = deque()
 
     def purge(self) -> None:
@@ -204,24 +210,26 @@ class Packer:
             if ticket is not first and not self._joins(ticket, first):
                 return True
             samples += ticket.left
-            if samples >= self._layout.samples:
+            if samples >= first.layout.samples:
                 return True
-        return not self._shares or not self._layout.packs
+        return not self._shares or not first.layout.packs
 
     def take(self) -> list[RequestPart]:
         """Return the parts of the next microbatch; none if all requests were cancelled. From here on they cannot be
         cancelled."""
         parts: list[RequestPart] = []
-        room = self._layout.samples
+        most = room = self.waiting[0].layout.samples
         while room and self.waiting:
             ticket = self.waiting[0]
             if parts and not self._joins(ticket, parts[0].ticket):
                 break
             if not ticket.sent and not ticket.future.set_running_or_notify_cancel():
                 self.waiting.popleft()
+                if self.waiting and not parts:
+                    most = room = self.waiting[0].layout.samples
                 continue
             count = min(room, ticket.left)
-            parts.append(RequestPart(ticket, ticket.sent, self._layout.samples - room, count))
+            parts.append(RequestPart(ticket, ticket.sent, most - room, count))
             ticket.sent += count
             room -= count
             if not ticket.left:
@@ -229,7 +237,7 @@ class Packer:
         return parts
 
     def _joins(self, ticket: Ticket, first: Ticket) -> bool:
-        return self._shares and self._layout.alike(ticket.request, first.request)
+        return self._shares and first.layout.alike(ticket.request, first.request)
 
 
 def _output_types(module: Module) -> dict[str, TensorType]:

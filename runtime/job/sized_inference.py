@@ -3,9 +3,8 @@
 In: requests, as `Inference` takes them. Out: the same futures, with outputs of each request's own size.
 
 A job in its own process takes the rungs that `penstock.load` takes (rungs.py), one request at a time, in order. A job
-with worker processes runs the largest rung: requests are filled up to it, and the ranks get the size beside the inputs.
-
-Limit: several ranks compute every request at the largest size.
+with worker processes sends each part of a request with its rung, and with its size beside the inputs. Parts of any
+rungs are on their way through the stages at once.
 """
 
 from __future__ import annotations
@@ -13,19 +12,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.backends.bundle.format import Bundle
+from penstock.ir.graph import Module
+from penstock.ir.ladder.ladder import Rung
 from penstock.ir.types import TensorType
 from penstock.runtime.launch.local import Workers
 from penstock.runtime.messages.control import Arrays
+from penstock.runtime.worker.stage_graphs import ladder_of_ranks
 from penstock.support.errors import QueueFull, UsageError
 
 from .dispatcher import Note
 from .inference import Inference, Inputs
-from .requests import Request
+from .requests import Request, SampleLayout
 from .sized_requests import SizedRequests, elements
 
 if TYPE_CHECKING:
@@ -45,10 +48,11 @@ class SizedInference(Inference):
         note: Note,
     ) -> None:
         super().__init__(workers, bundle, fed, mode, queue, note)
-        self.sized = SizedRequests(bundle)
-        # The sizes of requests are inputs without samples: requests of several sizes share no microbatch.
-        self.layout.inputs |= {bound.input: TensorType("i64", ()) for bound in bundle.module.bounds}
-        self._largest = bundle.ladder.largest
+        self.sized = SizedRequests(bundle, bundle.ladder if self._model is not None else ladder_of_ranks(bundle))
+        self._layouts = {rung.name: SampleLayout(rung.held, bundle.renamed, rung.name) for rung in self.sized.ladder}
+        for layout in self._layouts.values():
+            # The sizes of requests are inputs without samples: requests of several sizes share no microbatch.
+            layout.inputs |= {bound.input: TensorType("i64", ()) for bound in bundle.module.bounds}
         self._room = threading.BoundedSemaphore(queue)
         self._thread = ThreadPoolExecutor(1, "sized-requests") if self._model is not None else None
 
@@ -107,20 +111,15 @@ class SizedInference(Inference):
         return future
 
     def _to_ranks(self, arrays: Arrays, sizes: Mapping[str, int], timeout: float | None) -> Future[Arrays]:
-        """Send a request in parts of the largest size, and return the future of all of them."""
-        rows = self.sized.rows
-        left, start, parts = sizes.get(rows or "", 1), 0, list[dict[str, int]]()
-        while left > 0:
-            part = {**sizes, rows: min(left, self._largest.sizes[rows])} if rows is not None else dict(sizes)
-            parts.append(part)
-            left -= part[rows] if rows is not None else 1
-        futures = []
-        for part in parts:
-            padded = self.sized.padded(arrays, self._largest, start, part)
-            request = self.layout.request(padded, "request")
+        """Send each part of a request to its rung, and return the future of all of them."""
+        requests, start, parts = list[Request](), 0, self.sized.split(sizes)
+        for rung, part in parts:
+            padded = self.sized.padded(arrays, rung, start, part)
+            request = self._layouts[rung.name].request(padded, "request")
             live = {bound.input: np.array(part[bound.name]) for bound in self.sized.bounds}
-            futures.append(self.send(Request({**request.inputs, **live}, request.samples), timeout))
-            start += part[rows] if rows is not None else 0
+            requests.append(replace(request, inputs={**request.inputs, **live}, follows=bool(requests)))
+            start += part.get(self.sized.rows or "", 0)
+        futures = self.send(requests, timeout)
         whole: Future[Arrays] = Future()
         whole.set_running_or_notify_cancel()
         waiting = [len(futures)]
@@ -138,12 +137,15 @@ class SizedInference(Inference):
         return whole
 
     def _settle(
-        self, whole: Future[Arrays], futures: Sequence[Future[Arrays]], parts: Sequence[dict[str, int]]
+        self,
+        whole: Future[Arrays],
+        futures: Sequence[Future[Arrays]],
+        parts: Sequence[tuple[Rung[Module], dict[str, int]]],
     ) -> None:
         """Give a request its outputs, or the error of one of its parts."""
         error: Any = next((e for future in futures if (e := future.exception()) is not None), None)
         if error is not None:
             whole.set_exception(error)
             return
-        cut = [self.sized.cut(f.result(), self._largest, part) for f, part in zip(futures, parts, strict=True)]
+        cut = [self.sized.cut(f.result(), rung, part) for f, (rung, part) in zip(futures, parts, strict=True)]
         whole.set_result(self.sized.joined(cut))

@@ -19,9 +19,9 @@ from penstock.support.errors import UsageError
 class SizedRequests:
     """The way from requests of any size to rungs: what to cut, what to fill up, and what to cut off again."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, ladder: Ladder[Module] | None = None) -> None:
         module = bundle.module
-        self.ladder: Ladder[Module] = bundle.ladder
+        self.ladder: Ladder[Module] = ladder or bundle.ladder
         self.bounds: tuple[Bounded, ...] = module.bounds
         inputs = shown([value.name for value in module.data_inputs], bundle.renamed)
         outputs = shown(module.outputs, bundle.renamed)

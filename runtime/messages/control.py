@@ -128,9 +128,11 @@ class Serve(Record, frozen=True):
 
 
 class RequestBatch(Record, frozen=True):
-    """One microbatch of requests; its arrays are the inputs that this worker feeds."""
+    """One microbatch of requests; its arrays are the inputs that this worker feeds. `rung` is the size of the model
+    that computes it, by its name in the ladder; empty where the model has one size."""
 
     mb: int
+    rung: str = ""
 
 
 class SaveCommand(Record, frozen=True):

@@ -55,7 +55,7 @@ class Recycled:
     """Tensors whose memory is used again, by size, once no tensor holds it. Freed and allocated anew for each
     microbatch, aligned blocks leave holes in glibc's heap (a fifth of a worker's memory). Else the system maps and
     clears them every time. On GPUs torch does this itself. `memory` makes new blocks of so many bytes, if not the
-    allocator."""
+    allocator. Tensors of several sizes take turns in blocks of one size, `room`."""
 
     def __init__(
         self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None
@@ -63,22 +63,22 @@ class Recycled:
         self.device, self.pinned = device, pinned
         self._memory = memory or self._allocate
         self._blocks: dict[int, list[_MemoryBlock]] = {}
-        self._lenders: dict[TensorType, Callable[[], torch.Tensor]] = {}
+        self._lenders: dict[tuple[TensorType, int], Callable[[], torch.Tensor]] = {}
 
-    def tensor(self, type: TensorType) -> torch.Tensor:
+    def tensor(self, type: TensorType, room: int = 0) -> torch.Tensor:
         """Return an uninitialised tensor."""
-        return self.lender(type)()
+        return self.lender(type, room)()
 
-    def lender(self, type: TensorType) -> Callable[[], torch.Tensor]:
+    def lender(self, type: TensorType, room: int = 0) -> Callable[[], torch.Tensor]:
         """Return a function that gives uninitialised tensors of a type, for callers that want many."""
-        if type not in self._lenders:
-            self._lenders[type] = self._make_lender(type)
-        return self._lenders[type]
+        if (type, room) not in self._lenders:
+            self._lenders[type, room] = self._make_lender(type, max(room, type.nbytes))
+        return self._lenders[type, room]
 
-    def _make_lender(self, type: TensorType) -> Callable[[], torch.Tensor]:
+    def _make_lender(self, type: TensorType, room: int) -> Callable[[], torch.Tensor]:
         if self.device != CPU or not type.nbytes:
             return lambda: allocate(type, self.device)
-        blocks, brain = self._blocks.setdefault(type.nbytes, []), type.dtype == "bf16"
+        blocks, brain = self._blocks.setdefault(room, []), type.dtype == "bf16"
         # NumPy and torch share no bfloat16.
         like = np.dtype(np.int16) if brain else numpy_dtype(type.dtype)
 
@@ -87,11 +87,11 @@ class Recycled:
                 if block.user() is None:
                     break
             else:
-                block = _MemoryBlock(self._memory(type.nbytes))
+                block = _MemoryBlock(self._memory(room))
                 blocks.append(block)
             array = block.arrays.get(type)
             if array is None:
-                array = block.arrays[type] = block.memory.view(like).reshape(type.dims)
+                array = block.arrays[type] = block.memory[: type.nbytes].view(like).reshape(type.dims)
             lent = array[...]
             block.user = weakref.ref(lent)
             return torch.from_numpy(lent).view(torch.bfloat16) if brain else torch.from_numpy(lent)

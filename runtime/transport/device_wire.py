@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .overdue import DeviceWork
-from .packing import EdgePacking
+from .packing import EdgePackings
 from .senders import BackgroundWork, Works
 
 _MICROBATCHES = 1 << 16
@@ -34,13 +34,13 @@ Watch = Callable[[int, Sequence[DeviceWork], Sequence[torch.Tensor]], None]
 class DeviceWire:
     """Both ends of a channel; `peer` is the place of the other end in the communicator."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, packing: EdgePacking, watch: Watch) -> None:
-        self.packing = packing
+    def __init__(self, group: dist.ProcessGroup, peer: int, packings: EdgePackings, watch: Watch) -> None:
+        self.packings = packings
         self._group, self._peer, self._watch = group, peer, watch
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self.packing.pack(values)
+    def prepare(self, mb: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.packings.of(mb).pack(values)
 
     def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
         works = [self._group.send([x], self._peer, self._tag(mb, i)) for i, x in enumerate(prepared)]
@@ -49,7 +49,7 @@ class DeviceWire:
 
     def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         with self._aside():
-            messages = self.packing.messages()
+            messages = self.packings.of(mb).messages()
             works = [self._group.recv([x], self._peer, self._tag(mb, i)) for i, x in enumerate(messages)]
         self._watch(mb, works, messages)
         return messages, [
@@ -58,7 +58,7 @@ class DeviceWire:
 
     def _tag(self, mb: int, number: int) -> int:
         """Return which message it is. NCCL does not look at it; tests do."""
-        return mb % _MICROBATCHES * len(self.packing) + number
+        return mb % _MICROBATCHES * max(map(len, self.packings.all)) + number
 
     def _aside(self) -> AbstractContextManager[object]:
         """Return a context in which work for the device does not wait for its computations."""

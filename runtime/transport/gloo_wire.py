@@ -25,7 +25,7 @@ import torch.distributed as dist
 from penstock.ir.schedule import PHASES
 from penstock.runtime.state.device_copies import DeviceCopies
 
-from .packing import EdgePacking
+from .packing import EdgePackings
 from .senders import BackgroundWork, Outgoing, Works
 
 _FIRST_TAG = 16
@@ -44,12 +44,14 @@ class GlooWire:
     """Both ends of a channel over gloo, in memory that gloo can read. `width` is the number of messages of a microbatch
     on the edge that has most, `lane` tells apart the edges of two ranks, of which there are less than `lanes`."""
 
-    def __init__(self, peer: int, phase: str, width: int, packing: EdgePacking, lane: int = 0, lanes: int = 1) -> None:
-        self.peer, self.packing = peer, packing
+    def __init__(
+        self, peer: int, phase: str, width: int, packings: EdgePackings, lane: int = 0, lanes: int = 1
+    ) -> None:
+        self.peer, self.packings = peer, packings
         self._tag, self._width, self._lane, self._lanes = _FIRST_TAG + PHASES.index(phase), width, lane, lanes
 
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self.packing.pack(values)
+    def prepare(self, mb: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.packings.of(mb).pack(values)
 
     def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
         tag, group = self._first(mb), _world()
@@ -57,7 +59,7 @@ class GlooWire:
 
     def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         tag, group = self._first(mb), _world()
-        messages = self.packing.messages()
+        messages = self.packings.of(mb).messages()
         return messages, [group.recv([x], self.peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
 
     def _first(self, mb: int) -> int:
@@ -72,8 +74,8 @@ class CopiedWire:
         self._wire, self._copies = wire, copies
         self._ready: deque[torch.cuda.Event] = deque()
 
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        copied, ready = self._copies.download(self._wire.prepare(values))
+    def prepare(self, mb: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        copied, ready = self._copies.download(self._wire.prepare(mb, values))
         self._ready.append(ready)
         return copied
 

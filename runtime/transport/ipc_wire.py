@@ -24,6 +24,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 
@@ -31,7 +32,7 @@ from penstock.ir.memory.passages import BOUNDARY, BUFFERS
 from penstock.runtime.messages.status import Deadline
 from penstock.runtime.state.cuda_ipc import HANDLE_BYTES, SharedEvent, copy, open_memory, take_memory
 
-from .packing import EdgePacking
+from .packing import EdgePackings
 from .senders import BackgroundWork, Works
 from .shared_memory import OutOfTurn, PacketSocket
 
@@ -39,26 +40,21 @@ _WRITTEN, _READ = 1, 2
 _HEAD = struct.Struct("<Bq")
 
 
-class _Layout:
-    """The places of the messages of an edge in a slot."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.places, self.nbytes = [], 0
-        for size in sizes:
-            self.places.append(self.nbytes)
-            self.nbytes += -(-size // BOUNDARY) * BOUNDARY
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Return where messages lie in a slot, and where it ends."""
+    return list(accumulate((-(-size // BOUNDARY) * BOUNDARY for size in sizes), initial=0))
 
 
 class IpcIncoming:
     """The receiver's end of a wire."""
 
-    def __init__(self, end: socket.socket, packing: EdgePacking, device: torch.device, seconds: float) -> None:
-        self.packing, self._device = packing, device
+    def __init__(self, end: socket.socket, packings: EdgePackings, device: torch.device, seconds: float) -> None:
+        self.packings, self._device = packings, device
         self._line = PacketSocket(end, BUFFERS * HANDLE_BYTES, seconds)
         self._seconds, self._count = seconds, 0
-        self._layout = _Layout(packing.sizes())
+        nbytes = max(_places(packing.sizes())[-1] for packing in packings.all)
         with torch.cuda.device(device):
-            memory = [take_memory(max(self._layout.nbytes, 1)) for _ in range(BUFFERS)]
+            memory = [take_memory(max(nbytes, 1)) for _ in range(BUFFERS)]
             self._read = [SharedEvent() for _ in range(BUFFERS)]
         self._slots = [address for address, _ in memory]
         self._written: list[SharedEvent] = []
@@ -66,7 +62,7 @@ class IpcIncoming:
 
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         """Return memory for a message, and a work that lets the device wait for it."""
-        messages = self.packing.messages()
+        messages = self.packings.of(number).messages()
         return messages, [_IpcArrival(self, number, messages)]
 
     def take(self, number: int, messages: Sequence[torch.Tensor], timeout: timedelta) -> None:
@@ -83,7 +79,7 @@ class IpcIncoming:
         self._count += 1
         with torch.cuda.device(self._device):
             self._written[slot].wait(stream)
-            for message, place in zip(messages, self._layout.places, strict=True):
+            for message, place in zip(messages, _places([x.nbytes for x in messages]), strict=False):
                 copy(message.data_ptr(), self._slots[slot] + place, message.nbytes, stream)
             self._read[slot].record(stream)
         self._line.send(_HEAD.pack(_READ, number))
@@ -104,10 +100,9 @@ class _IpcArrival:
 class IpcOutgoing:
     """The sender's end of a wire. Messages leave in a thread, in order."""
 
-    def __init__(self, end: socket.socket, packing: EdgePacking, device: torch.device, seconds: float) -> None:
-        self.packing, self._device, self._seconds = packing, device, seconds
+    def __init__(self, end: socket.socket, packings: EdgePackings, device: torch.device, seconds: float) -> None:
+        self.packings, self._device, self._seconds = packings, device, seconds
         self._line = PacketSocket(end, 2 * BUFFERS * HANDLE_BYTES, seconds)
-        self._layout = _Layout(packing.sizes())
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ready: deque[torch.cuda.Event] = deque()
         self._slots: list[int] = []
@@ -115,8 +110,8 @@ class IpcOutgoing:
         self._under_way: deque[int] = deque()
         self._count = 0
 
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        packed, ready = self.packing.pack(values), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def prepare(self, number: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        packed, ready = self.packings.of(number).pack(values), torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(self._device))
         self._ready.append(ready)
         return packed
@@ -138,7 +133,7 @@ class IpcOutgoing:
             self._stream.wait_event(ready)
             if self._count > BUFFERS:
                 self._read[slot].wait(self._stream)
-            for x, place in zip(prepared, self._layout.places, strict=True):
+            for x, place in zip(prepared, _places([x.nbytes for x in prepared]), strict=False):
                 copy(self._slots[slot] + place, x.data_ptr(), x.nbytes, self._stream)
             self._written[slot].record(self._stream)
             sent = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

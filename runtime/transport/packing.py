@@ -4,11 +4,14 @@ In: the values of an edge, or memory for those that arrive. Out: the tensors tha
 
 A value that travels alone is sent from its tensor and received into one. Those that share a message are copied into
 memory for it, with gaps, and are parts of the memory that it arrived in.
+
+A microbatch of a smaller size of the model (ir/ladder) has smaller values. Its messages lie in blocks of the size of
+those that the largest one has, and so take no memory of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,19 +22,25 @@ from penstock.runtime.state.store import CPU, TORCH_DTYPES, Recycled, allocate
 
 
 class EdgePacking:
-    """The messages of one edge on one side. `buffers` gives the memory of messages; values are on `device`."""
+    """The messages of one edge on one side. `buffers` gives the memory of messages; values are on `device`. Blocks
+    have one of the sizes in `rooms`, where one is large enough."""
 
-    def __init__(self, values: Sequence[Value], buffers: Recycled, device: torch.device = CPU) -> None:
-        self._values, self._parcels = tuple(values), parcels(values)
-        self._lend = [buffers.lender(self._memory(parcel)) for parcel in self._parcels]
+    def __init__(
+        self, values: Sequence[Value], buffers: Recycled, device: torch.device = CPU, rooms: Sequence[int] = ()
+    ) -> None:
+        self._values, self.parcels = tuple(values), parcels(values)
+        self.names = tuple(value.name for value in values)
+        types = [self._memory(parcel) for parcel in self.parcels]
+        room = [min((size for size in rooms if size >= type.nbytes), default=0) for type in types]
+        self._lend = [buffers.lender(*each) for each in zip(types, room, strict=True)]
         self._empty = {i: allocate(value.type, device) for i, value in enumerate(values) if not value.type.nbytes}
 
     def __len__(self) -> int:
-        return len(self._parcels)
+        return len(self.parcels)
 
     def sizes(self) -> list[int]:
         """Return the bytes of each message of a microbatch."""
-        return [self._memory(parcel).nbytes for parcel in self._parcels]
+        return [self._memory(parcel).nbytes for parcel in self.parcels]
 
     def messages(self) -> list[torch.Tensor]:
         """Return memory for all messages of one microbatch."""
@@ -40,7 +49,7 @@ class EdgePacking:
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the messages that carry these values, which are contiguous."""
         messages = []
-        for parcel, lend in zip(self._parcels, self._lend, strict=True):
+        for parcel, lend in zip(self.parcels, self._lend, strict=True):
             if len(parcel.numbers) == 1:
                 messages.append(tensors[parcel.numbers[0]])
                 continue
@@ -53,7 +62,7 @@ class EdgePacking:
     def unpack(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values, in the order of the edge."""
         values = dict(self._empty)
-        for parcel, message in zip(self._parcels, messages, strict=True):
+        for parcel, message in zip(self.parcels, messages, strict=True):
             if len(parcel.numbers) == 1:
                 values[parcel.numbers[0]] = message
                 continue
@@ -67,3 +76,31 @@ class EdgePacking:
     def _part(self, message: torch.Tensor, number: int, place: int) -> torch.Tensor:
         type = self._values[number].type
         return message[place : place + type.nbytes].view(TORCH_DTYPES[type.dtype]).view(type.dims)
+
+
+class EdgePackings:
+    """The messages of one edge on one side, of microbatches of every size. `values` are those of the edge by rung, the
+    largest first; `rung_of` is the rung of a microbatch."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Sequence[Value]],
+        rung_of: Callable[[int], str],
+        buffers: Recycled,
+        device: torch.device = CPU,
+    ) -> None:
+        self._rung_of, self._by_rung = rung_of, dict[str, EdgePacking]()
+        rooms: list[int] = []
+        for rung, of_rung in values.items():
+            self._by_rung[rung] = EdgePacking(of_rung, buffers, device, rooms)
+            rooms = rooms or self._by_rung[rung].sizes()
+        self._only = self.all[0] if len(values) == 1 else None
+
+    def of(self, mb: int) -> EdgePacking:
+        """Return the messages of a microbatch."""
+        return self._only or self._by_rung[self._rung_of(mb)]
+
+    @property
+    def all(self) -> list[EdgePacking]:
+        """The messages of every size."""
+        return list(self._by_rung.values())

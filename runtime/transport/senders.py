@@ -41,7 +41,7 @@ Failures = list[tuple[Action, Exception]]
 class Outgoing(Protocol):
     """The place where the messages of a channel leave this rank."""
 
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def prepare(self, mb: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return what is to be sent of the values of a microbatch, unchanged from here on."""
 
     def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:

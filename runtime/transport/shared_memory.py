@@ -30,19 +30,19 @@ import os
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
 import torch
 
-from penstock.ir.graph import Value
-from penstock.ir.messages import parcels
+from penstock.ir.messages import Parcel
 from penstock.runtime.messages.status import LOOK_SECONDS, Deadline
-from penstock.runtime.state.store import CPU, Recycled
+from penstock.runtime.state.store import CPU
 from penstock.support.errors import DoesNotFit
 
-from .packing import EdgePacking
+from .packing import EdgePackings
 from .senders import BackgroundWork, Works
 
 _NEW, _FREE, _DONE = 0, 1, 2
@@ -185,23 +185,15 @@ def _unpin(address: int, device: torch.device) -> None:
 
 
 class SharedIncoming:
-    """The receiver's end of a wire. `blocks` are the blocks that `buffers` lends; the values are for a device."""
+    """The receiver's end of a wire. The messages of `packings` lie in `blocks`."""
 
-    def __init__(
-        self,
-        end: socket.socket,
-        values: Sequence[Value],
-        buffers: Recycled,
-        blocks: SharedBlocks,
-        seconds: float,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, end: socket.socket, packings: EdgePackings, blocks: SharedBlocks, seconds: float) -> None:
         self._line, self._blocks, self._known = PacketSocket(end, _HEAD.size, seconds), blocks, set[int]()
-        self.packing = EdgePacking(values, buffers, device)
+        self.packings = packings
 
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         """Return memory for a message, and works that wait for it."""
-        messages = self.packing.messages()
+        messages = self.packings.of(number).messages()
         packet = _HEAD.pack(_FREE, number)
         for message in messages:
             file, place = self._blocks.place(message)
@@ -233,19 +225,21 @@ class Arrival:
 
 
 class SharedOutgoing:
-    """The sender's end of a wire. With a packing, values are put together before they are written."""
+    """The sender's end of a wire. Where it `packs`, values are put together before they are written."""
 
-    def __init__(
-        self, end: socket.socket, values: Sequence[Value], seconds: float, packing: EdgePacking | None = None
-    ) -> None:
-        self._parcels, self._packing = parcels(values), packing
-        self._line = PacketSocket(end, _HEAD.size + _BLOCK.size * len(self._parcels), seconds)
+    def __init__(self, end: socket.socket, packings: EdgePackings, seconds: float, *, packs: bool = False) -> None:
+        self._packings, self._packs = packings, packs
+        # The parcels of messages that were prepared, which are written in this order.
+        self._parcels: deque[tuple[Parcel, ...]] = deque()
+        self._line = PacketSocket(end, _HEAD.size + _BLOCK.size * max(map(len, packings.all)), seconds)
         self._files: dict[int, int] = {}
         # Messages that had to wait, begun by the thread that sends and ended by the channel's own.
         self._begun = self._ended = 0
 
-    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return values if self._packing is None else self._packing.pack(values)
+    def prepare(self, number: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        packing = self._packings.of(number)
+        self._parcels.append(packing.parcels)
+        return packing.pack(values) if self._packs else values
 
     def start(self, number: int, values: Sequence[torch.Tensor]) -> Works:
         """Write a message, if there is memory for it; else return works that wait for that and write it then."""
@@ -283,8 +277,8 @@ class SharedOutgoing:
             return [(self._files[name], place) for name, place in _BLOCK.iter_unpack(packet[_HEAD.size :])]
 
     def _write(self, number: int, blocks: Sequence[tuple[int, int]], values: Sequence[torch.Tensor]) -> None:
-        for i, ((file, begin), parcel) in enumerate(zip(blocks, self._parcels, strict=True)):
-            if self._packing is not None:
+        for i, ((file, begin), parcel) in enumerate(zip(blocks, self._parcels.popleft(), strict=True)):
+            if self._packs:
                 _write_all(file, values[i], begin)
                 continue
             for value, place in zip(parcel.numbers, parcel.places, strict=True):

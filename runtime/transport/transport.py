@@ -56,7 +56,7 @@ from .device_wire import DeviceWire
 from .gloo_wire import CopiedWire, GlooWire
 from .ipc_wire import IpcIncoming, IpcOutgoing
 from .overdue import DeviceWork, Overdue
-from .packing import EdgePacking
+from .packing import EdgePackings
 from .senders import LOST, BackgroundWork, Failures, LateSender, Outgoing, Sender, Works
 from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
 from .sums import GradientSums
@@ -65,6 +65,8 @@ from .sums import GradientSums
 _ON_DEVICES = (DeviceWire, IpcIncoming, IpcOutgoing)
 # Values of an edge that an error names.
 _SHOWN = 6
+# The source of an edge, its destination, and its phase.
+_Ends = tuple[int, int, str]
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -74,7 +76,7 @@ _SHOWN = 6
 class _Channel:
     """One direction of one phase between this rank and a peer, and the messages under way on it."""
 
-    names: tuple[str, ...]
+    packings: EdgePackings
     # The state of receives.
     incoming: Incoming | None = None
     posted: dict[int, tuple[list[torch.Tensor], Sequence[BackgroundWork]]] = field(default_factory=dict)
@@ -87,8 +89,6 @@ class _Channel:
 
 class Incoming(Protocol):
     """The place where the messages of a channel arrive."""
-
-    packing: EdgePacking
 
     def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
         """Return memory for the messages of a microbatch, and works that wait until they are there."""
@@ -113,7 +113,10 @@ class RankTransport:
         self.device, self._latency, self._team, self._near = device, latency, team, dict(near or {})
         self.rank, self._homes, self.seconds = rank, list(homes), timeout
         self._timeout = time_span(timeout)
-        self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
+        self._edges = _by_ends(edges)
+        # The edges of every size of the model, the largest first, and the size of a microbatch.
+        self._rungs: dict[str, dict[_Ends, Edge]] = {"": self._edges}
+        self.rung_of: Callable[[int], str] = lambda mb: ""
         self._width = max((len(parcels(edge.values)) for edge in edges), default=1)
         # Memory that gloo may write to.
         self._buffers = Recycled(pinned=device != CPU)
@@ -136,17 +139,26 @@ class RankTransport:
         memory in those that are direct. Before the first message."""
         self._far, self._overdue, self._direct = dict(lines), overdue, direct
 
+    def use_rungs(self, rungs: Mapping[str, Sequence[Edge]]) -> None:
+        """Take the edges of every size of the model, the largest first. `rung_of` says which a microbatch has. Before
+        the first message."""
+        self._rungs = {rung: _by_ends(edges) for rung, edges in rungs.items()}
+        self._width = max((len(parcels(edge.values)) for edges in rungs.values() for edge in edges), default=1)
+
     def edge_of(self, action: Action) -> Edge:
         """Return the edge whose values a send or receive moves."""
+        edges = self._edges if len(self._rungs) == 1 else self._rungs[self.rung_of(action.mb)]
+        return edges[self._ends_of(action)]
+
+    def _ends_of(self, action: Action) -> _Ends:
         assert action.peer is not None
         peer = action.other(self._homes)
-        ends = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
-        edge = self._edges.get((*ends, action.phase))
-        if edge is None:
+        src, dst = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
+        if (src, dst, action.phase) not in self._edges:
             raise VerifyError(
-                f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.phase}", where=f"action {action}"
+                f"no edge from stage {src} to stage {dst} in phase {action.phase}", where=f"action {action}"
             )
-        return edge
+        return src, dst, action.phase
 
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start a send; it goes on in the background."""
@@ -156,7 +168,8 @@ class RankTransport:
         outgoing, sender = channel.outgoing, channel.sender
         assert outgoing is not None
         assert sender is not None
-        prepared = outgoing.prepare([tensors[name].contiguous() for name in channel.names])
+        names = channel.packings.of(action.mb).names
+        prepared = outgoing.prepare(action.mb, [tensors[name].contiguous() for name in names])
         if channel.link is not None:
             channel.link.begin(action, lambda: self._start(action, outgoing, prepared))
             return
@@ -217,8 +230,8 @@ class RankTransport:
             self.check()
         if self.device != CPU and not isinstance(channel.incoming, _ON_DEVICES):
             messages = [self.copies.upload(message) for message in messages]
-        assert channel.incoming is not None
-        return dict(zip(channel.names, channel.incoming.packing.unpack(messages), strict=True))
+        packing = channel.packings.of(action.mb)
+        return dict(zip(packing.names, packing.unpack(messages), strict=True))
 
     @cached_property
     def copies(self) -> DeviceCopies:
@@ -302,40 +315,49 @@ class RankTransport:
 
     def _open(self, action: Action) -> _Channel:
         """Open the channel of a send or receive, at its first use."""
-        edge, peer = self.edge_of(action), action.peer
+        peer, end = action.peer, end_of(action)
         assert peer is not None
-        near = None if end_of(action) in self._far else self._near.get(end_of(action))
-        channel = self._channels[action.kind, peer, action.stage, action.end] = _Channel(
-            tuple(value.name for value in edge.values)
-        )
+        near = None if end in self._far else self._near.get(end)
+        packings = self._packings_of(action)
+        channel = self._channels[action.kind, peer, action.stage, action.end] = _Channel(packings)
         if action.kind in SENDS:
             note_sent = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
             # A message to shared memory that has to wait is written by the thread, so it is handed to that at once.
             channel.sender = Sender(self._timeout, self._failed, note_sent, few=SENDS_TOGETHER if near is None else 1)
-            channel.outgoing = self._wire(action, edge) if near is None else self._to_near(action, edge, near)
+            channel.outgoing = self._wire(action, packings) if near is None else self._to_near(action, packings, near)
             if self.device != CPU and not isinstance(channel.outgoing, _ON_DEVICES):
                 channel.outgoing = CopiedWire(channel.outgoing, self.copies)
             if self._latency or isinstance(channel.outgoing, CopiedWire | IpcOutgoing):
                 channel.link = LateSender(self._latency, channel.sender, self._failed)
         else:
-            channel.incoming = self._wire(action, edge) if near is None else self._from_near(action, edge, near)
+            channel.incoming = self._wire(action, packings) if near is None else self._from_near(action, packings, near)
         return channel
 
-    def _to_near(self, action: Action, edge: Edge, near: socket.socket) -> SharedOutgoing | IpcOutgoing:
-        """Return the wire of sends to a rank of this host."""
-        packing = None if self.device == CPU else EdgePacking(edge.values, Recycled(self.device), self.device)
-        if packing is not None and end_of(action) in self._direct:
-            return IpcOutgoing(near, packing, self.device, self.seconds)
-        return SharedOutgoing(near, edge.values, self.seconds, packing)
+    def _packings_of(self, action: Action) -> EdgePackings:
+        """Return the messages of a channel, in memory that its wire can take them from or write them to."""
+        end, sends = end_of(action), action.kind in SENDS
+        if end in self._far or end in self._direct or (sends and (end in self._near or self.device != CPU)):
+            # A GPU packs in its own memory, and copies whole messages.
+            buffers = Recycled(self.device)
+        else:
+            buffers = self._shared if end in self._near else self._buffers
+        ends = self._ends_of(action)
+        values = {rung: edges[ends].values for rung, edges in self._rungs.items()}
+        return EdgePackings(values, lambda mb: self.rung_of(mb), buffers, self.device)
 
-    def _from_near(self, action: Action, edge: Edge, near: socket.socket) -> SharedIncoming | IpcIncoming:
+    def _to_near(self, action: Action, packings: EdgePackings, near: socket.socket) -> SharedOutgoing | IpcOutgoing:
+        """Return the wire of sends to a rank of this host."""
+        if self.device != CPU and end_of(action) in self._direct:
+            return IpcOutgoing(near, packings, self.device, self.seconds)
+        return SharedOutgoing(near, packings, self.seconds, packs=self.device != CPU)
+
+    def _from_near(self, action: Action, packings: EdgePackings, near: socket.socket) -> SharedIncoming | IpcIncoming:
         """Return the wire of receives from a rank of this host."""
         if end_of(action) in self._direct:
-            packing = EdgePacking(edge.values, Recycled(self.device), self.device)
-            return IpcIncoming(near, packing, self.device, self.seconds)
-        return SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds, self.device)
+            return IpcIncoming(near, packings, self.device, self.seconds)
+        return SharedIncoming(near, packings, self._blocks, self.seconds)
 
-    def _wire(self, action: Action, edge: Edge) -> GlooWire | DeviceWire:
+    def _wire(self, action: Action, packings: EdgePackings) -> GlooWire | DeviceWire:
         """Return the wire of a channel whose ends share no memory."""
         peer = action.peer
         assert peer is not None
@@ -345,14 +367,9 @@ class RankTransport:
             def watch(mb: int, works: Sequence[DeviceWork], held: Sequence[torch.Tensor]) -> None:
                 self._watch(works, held, partial(self._lost, action._replace(mb=mb)))
 
-            packing = EdgePacking(edge.values, Recycled(self.device), self.device)
-            return DeviceWire(line, int(peer > self.rank), packing, watch)
-        # A GPU packs in its own memory, and copies whole messages.
-        on_device = self.device != CPU and action.kind in SENDS
-        buffers = Recycled(self.device) if on_device else self._buffers
-        packing = EdgePacking(edge.values, buffers, self.device)
-        lane = (0, 1) if action.end is None else (list(self._edges.values()).index(edge), len(self._edges))
-        return GlooWire(peer, edge.phase, self._width, packing, *lane)
+            return DeviceWire(line, int(peer > self.rank), packings, watch)
+        lane = (0, 1) if action.end is None else (list(self._edges).index(self._ends_of(action)), len(self._edges))
+        return GlooWire(peer, action.phase, self._width, packings, *lane)
 
     def _lost(self, action: Action, error: Exception) -> PenstockError:
         """Return the error for a message that failed: of the peer, or of this process."""
@@ -391,3 +408,7 @@ class RankTransport:
         if "imed out" in text or "timeout" in text:
             return f"did not answer within {self.seconds:g} s", "if it was only slow, give a longer --timeout"
         return f"closed the connection ({detail.rstrip('.')})", ""
+
+
+def _by_ends(edges: Sequence[Edge]) -> dict[_Ends, Edge]:
+    return {(edge.src, edge.dst, edge.phase): edge for edge in edges}

@@ -15,24 +15,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MethodType
 
 import numpy as np
 import torch
 
 from penstock.backends.interface import StageProgram
-from penstock.ir.action_kinds import AGAIN, BACKWARD, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
+from penstock.ir.action_kinds import AGAIN, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE
 from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, share_of
 from penstock.ir.collective_calls import coordinates_of
-from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value, signature
+from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value
 from penstock.ir.liveness import changed_vars
 from penstock.ir.memory.walk import LOOK_AHEAD
 from penstock.ir.schedule import (
     ADDERS,
     COMPUTE,
     PER_BATCH,
-    PHASES,
     READERS,
     RECEIVES,
     SEND_OF,
@@ -54,8 +53,10 @@ from penstock.support.errors import VerifyError
 from .actions import ActionStream, Feed
 from .device_times import DeviceTimes
 from .feeds import number_of
+from .message_feeds import RequestFeed
 from .pace import Pace
 from .readings import Readings
+from .stage_graphs import ONE_SIZE, StageGraphs
 
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
@@ -69,7 +70,9 @@ class Conduct:
     """The way an executor works. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables
     are those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each
     action, and raises errors of threads beside the loop. `exchange` does the collectives of the stage. `stage` is
-    one of the rank's, its first if not given, and `stages` gets the executors of all of them."""
+    one of the rank's, its first if not given, and `stages` gets the executors of all of them. `sizes` are the modules
+    of all sizes of the model by rung, the largest first, and `called` gives the names of a rung's graphs in the
+    library; of one size they are not needed."""
 
     retire: bool = True
     audit: bool = False
@@ -83,6 +86,8 @@ class Conduct:
     exchange: RankExchange | None = None
     stage: int | None = None
     stages: dict[int, Executor] | None = None
+    sizes: Mapping[str, Module] = field(default_factory=dict)
+    called: Callable[[str], Callable[[str], str]] = lambda rung: lambda graph: graph
 
 
 class Executor:
@@ -128,12 +133,12 @@ class Executor:
         }
         self._watched: set[str] = set()
         self._started = 0.0
-        graphs = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
-        self.graphs: dict[str, Graph] = {kind: graph for kind, graph in graphs.items() if graph is not None}
-        self._calls = {
-            kind: (graph.name, signature(graph).slots, tuple(value.name for value in graph.results))
-            for kind, graph in self.graphs.items()
-        }
+        sizes = conduct.sizes or {ONE_SIZE: module}
+        self._sizes = {rung: StageGraphs(one, stage, self._pack, conduct.called(rung)) for rung, one in sizes.items()}
+        self._largest = next(iter(self._sizes.values()))
+        # The size of the model that a microbatch runs on, where there are several.
+        self.rung_of: Callable[[int], str] | None = None
+        self.graphs = self._largest.graphs
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled()
         self._copies = None if store.device == CPU else transport.copies
@@ -145,35 +150,13 @@ class Executor:
         self._ahead, self._key = conduct.offset // microbatch_size(module), conduct.key
         self.pace = Pace(conduct.pace or {}, self.graphs)
         self._stop_at_nan = conduct.stop_at_nan
-        self._retention()
+        self._survey()
         self._handlers: dict[str, Callable[[Action], None]] = {
             kind: MethodType(handler, self) for kind, handler in HANDLERS.items()
         }
 
-    def _retention(self) -> None:
-        """Find the values to keep after each kind of action of a microbatch."""
-        sent: dict[str, set[str]] = {phase: set() for phase in PHASES}
-        for edge in self.module.edges:
-            if edge.src == self.stage and edge.dst not in self._pack:
-                sent[edge.phase] |= {value.name for value in edge.values}
-        # The values that other stages of this rank take, by phase and stage.
-        self._handed = {
-            phase: [
-                (edge.dst, [value.name for value in edge.values])
-                for edge in self.module.edges
-                if (edge.src, edge.phase) == (self.stage, phase) and edge.dst in self._pack
-            ]
-            for phase in PHASES
-        }
-        for_backward, for_weights, for_again = self._taken(*ADDERS), self._taken(WEIGHTS), self._taken(AGAIN)
-        again = {value.name for value in self.graphs[AGAIN].saved} if AGAIN in self.graphs else set()
-        held = for_backward | for_again
-        self._after_forward = frozenset(held | sent[FORWARD])
-        self._after_again, self._after_letting_go = frozenset(for_backward), frozenset(held - again)
-        # With W split off, B keeps what W takes.
-        sent_back = sent[BACKWARD]
-        self._after_backward = {BACKWARD: frozenset(sent_back | for_weights), WEIGHTS: frozenset(sent_back)}
-        self._sent_later = {SEND_OF[FORWARD]: frozenset(held), SEND_OF[BACKWARD]: frozenset(for_weights)}
+    def _survey(self) -> None:
+        """Find what the program of the rank has to do, and what it reports."""
         self._sends = {
             send: sum(
                 (edge.src, edge.phase) == (self.stage, phase) and edge.dst not in self._pack
@@ -202,11 +185,15 @@ class Executor:
         self._held = False
         self._last_kind = next(kind for kind in reversed(READERS) if kind in kinds)
 
-    def _taken(self, *kinds: str) -> set[str]:
-        """Return the names of what graphs of the stage take."""
-        return {value.name for kind in kinds if kind in self.graphs for value in self.graphs[kind].ins}
-
     # -------------------------------------------------------------------------------------------- the loop
+
+    def serve(self, first: int, feed: RequestFeed) -> None:
+        """Run the microbatches of requests, each at its size of the model."""
+        if len(self._sizes) > 1:
+            self.transport.rung_of = feed.rung
+            for stage in self.stages.values():
+                stage.rung_of = feed.rung
+        self.run(first, feed, unit=1)
 
     def run(self, first: int, feed: Feed, unit: int | None = None) -> None:
         """Run the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in ActionStream."""
@@ -262,8 +249,20 @@ class Executor:
         self.feed = feed
         if not self._held and not self._changes:
             # Variables keep their values as long as the job runs.
-            hold_weights(self.program, self.store, self.graphs.values())
+            hold_weights(self.program, self.store, self._every_graph())
             self._held = True
+
+    def _every_graph(self) -> list[Graph]:
+        """Return the graphs of all sizes, by their names in the library of the stage."""
+        return [
+            replace(graph, name=size.calls[kind][0])
+            for size in self._sizes.values()
+            for kind, graph in size.graphs.items()
+        ]
+
+    def _of(self, mb: int) -> StageGraphs:
+        """Return the graphs of the size of the model that a microbatch runs on."""
+        return self._largest if self.rung_of is None else self._sizes[self.rung_of(mb)]
 
     def _settle(self) -> None:
         for stage in self.stages.values():
@@ -279,7 +278,8 @@ class Executor:
     # -------------------------------------------------------------------------------------------- one method per kind
 
     def forward(self, action: Action) -> None:
-        results = self._call(FORWARD, action, [self._value(action.mb, value) for value in self.graphs[FORWARD].ins])
+        size = self._of(action.mb)
+        results = self._call(FORWARD, action, [self._value(action.mb, value) for value in size.graphs[FORWARD].ins])
         self._note(action)
         if self.is_loss_stage:
             self._take_loss(action.mb, results[self.module.outputs[0]])
@@ -287,19 +287,19 @@ class Executor:
             arrays = {name: as_array(results[name]).copy() for name in self.outputs if name in results}
             self.pace.keep(action, self._started)
             self.report(Output(action.mb), arrays)
-        self.store.keep_only(action.mb, self._after_forward)
+        self.store.keep_only(action.mb, size.after_forward)
 
     def again(self, action: Action) -> None:
         """Compute again what the forward did not keep, for the backward."""
         self._call(AGAIN, action, [self._value(action.mb, value) for value in self.graphs[AGAIN].ins])
         self._note(action)
-        self.store.keep_only(action.mb, self._after_again)
+        self.store.keep_only(action.mb, self._of(action.mb).after_again)
 
     def backward(self, action: Action) -> None:
         kind = action.kind
         self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
         self._note(action)
-        self.store.keep_only(action.mb, self._after_backward[kind])
+        self.store.keep_only(action.mb, self._of(action.mb).after_backward[kind])
 
     def sum_up(self, action: Action) -> None:
         """Sum the gradients of a batch over the ranks of the stage; the sum goes on in the background."""
@@ -328,13 +328,13 @@ class Executor:
             if left:
                 self._unsent[action.kind, action.mb] = left
             else:
-                self.store.keep_only(action.mb, self._sent_later[action.kind])
+                self.store.keep_only(action.mb, self._of(action.mb).sent_later[action.kind])
 
     def receive(self, action: Action) -> None:
         self.store.put_all(action.holder, self.transport.receive(action))
 
     def let_go(self, action: Action) -> None:
-        self.store.keep_only(action.mb, self._after_letting_go)
+        self.store.keep_only(action.mb, self._of(action.mb).after_letting_go)
 
     def drop(self, action: Action) -> None:
         self.store.keep_only(action.mb, frozenset())
@@ -350,14 +350,15 @@ class Executor:
         return self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
 
     def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        name, slots, names = self._calls[kind]
+        size = self._of(action.mb)
+        name, slots, names = size.calls[kind]
         if self._exchange is not None:
             self._exchange.enter(action)
         buffers = self.store.buffers(name, slots, action.version, action.batch(self.schedule.microbatches))
         results = dict(zip(names, self._run(kind, name, [*ins, *buffers]), strict=True))
         if kind != UPDATE:
             self.store.put_all(action.holder, results)
-            for stage, values in self._handed.get(kind, ()):
+            for stage, values in size.handed.get(kind, ()):
                 self.stages[stage].store.put_all(action.holder, {value: results[value] for value in values})
         return results
 
@@ -386,11 +387,15 @@ class Executor:
                 else self.feed.microbatch(mb, value.name)
             )
             if self._copies is None:
-                tensor = fill(self._buffers.tensor(value.type), array)
+                tensor = fill(self._buffers.tensor(value.type, self._room(value)), array)
             else:
                 tensor = self._copies.feed(array, value.type)
             self.store.put(mb, value.name, tensor)
         return tensor
+
+    def _room(self, value: Value) -> int:
+        """Return the bytes of the memory that an input goes into: those of the largest size, if there are several."""
+        return self.fed[value.name].nbytes if self.rung_of is not None and value.name in self.fed else 0
 
     def _note(self, action: Action) -> None:
         if self.log is not None and action.version is not None:

@@ -6,7 +6,7 @@ run as soon as they are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from penstock.runtime.messages.status import Status
 from penstock.support.errors import VerifyError
 
 from .feeds import InputCuts
+from .stage_graphs import ONE_SIZE
+
+# Microbatches whose size is remembered, which are many more than are ever under way: two for each rank, and two.
+_REMEMBERED = 1 << 14
 
 # (message, its arrays); None when nothing is there and the caller did not want to wait
 Receive = Callable[[bool], tuple[Message, Arrays] | None]
@@ -86,13 +90,19 @@ class BatchFeed(_MessageFeed):
 
 
 class RequestFeed(_MessageFeed):
-    """Microbatches of requests."""
+    """Microbatches of requests. `cuts` are the slices of inputs of every size of the model, by rung."""
 
     _words = "requests"
 
-    def __init__(self, first: int, receive: Receive, status: Status, cuts: InputCuts) -> None:
+    def __init__(self, first: int, receive: Receive, status: Status, cuts: Mapping[str, InputCuts]) -> None:
         super().__init__(first, receive)
         self._status, self._cuts = status, cuts
+        self._rungs: dict[int, str] = {}
+
+    def rung(self, mb: int) -> str:
+        """Return the size of the model that computes a microbatch: also after its inputs were let go of, as messages
+        of its results may be on their way."""
+        return self._rungs[mb]
 
     def wait(self, unit: int) -> None:
         # Requests may be a long time coming: the last action must not look like one that hangs.
@@ -100,7 +110,14 @@ class RequestFeed(_MessageFeed):
         super().wait(unit)
 
     def _unit_of(self, message: Message) -> int | None:
-        return message.mb if isinstance(message, RequestBatch) else None
+        if not isinstance(message, RequestBatch):
+            return None
+        if message.rung not in self._cuts:
+            raise VerifyError(f"microbatch {message.mb} has size {message.rung!r}, which the bundle does not have")
+        if message.rung != ONE_SIZE:
+            self._rungs[message.mb] = message.rung
+            self._rungs.pop(message.mb - _REMEMBERED, None)
+        return message.mb
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
-        return self._cuts(name, self._held[mb][name])
+        return self._cuts[self._rungs.get(mb, ONE_SIZE)](name, self._held[mb][name])

@@ -19,13 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from penstock.backends.bundle.format import Bundle, open_bundle
-from penstock.backends.interface import StageProgram
+from penstock.backends.interface import StageProgram, all_rungs
 from penstock.backends.registry import backend_of
 from penstock.ir.batch_shares import fed_to_rank, share_of
 from penstock.ir.collective_calls import groups_of
@@ -76,6 +77,7 @@ from .executor import Conduct, Executor
 from .feeds import DataFeed, InputCuts, LocalSamples, NoSamples, Prefetch
 from .loading import check_device, load_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
+from .stage_graphs import library_name, sizes_of
 
 Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
 
@@ -97,6 +99,9 @@ class Worker:
         )
         self.entry = bundle.rank(rank)
         self.module: Module = bundle.module
+        # The modules of all sizes, and one with the graphs of all of them.
+        self.sizes = sizes_of(bundle)
+        self.whole = all_rungs(bundle.ladder) if self.module.bounds else self.module
         if group.world != bundle.world_size:
             raise VerifyError(
                 f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path)
@@ -105,7 +110,7 @@ class Worker:
         group.agree("module.ir", bundle.module_hash)
         status.show("loading")
         self._open_samples()
-        exchange = RankExchange(self.module, rank, setup.timeout)
+        exchange = RankExchange(self.whole, rank, setup.timeout)
         programs = self._load_programs(exchange)
         program = programs[self.entry.stage]
         assert self.module.schedule is not None
@@ -115,7 +120,7 @@ class Worker:
             group.form_team(mates, program.device)
         # A device that waits for a rank that is gone keeps this one from any other way to end.
         overdue = Overdue(setup.timeout, group.lost)
-        circles = group.form_circles(groups_of(self.module), program.device)
+        circles = group.form_circles(groups_of(self.whole), program.device)
         self.carriers = Carriers(circles, rank, setup.timeout, overdue)
         exchange.join(self.carriers.groups, self.carriers.devices)
         self.exchange = exchange
@@ -129,6 +134,8 @@ class Worker:
         self.transport = RankTransport(
             rank, local_edges(self.module), homes, setup.timeout, program.device, setup.latency, group.team, near
         )
+        if len(self.sizes) > 1:
+            self.transport.use_rungs({rung: local_edges(module) for rung, module in self.sizes.items()})
         if has_gpus(self.module):
             self._join_gpus(program.device, overdue)
         self.executor = self._executor_of(programs)
@@ -143,7 +150,7 @@ class Worker:
         backend, bundle = backend_of(self.bundle.manifest.backend), self.bundle
         threads, device = self.entry.threads, self.entry.device
         return {
-            stage: backend.load_stage(self.module, stage, bundle.stage_files(stage), threads, device, exchange=exchange)
+            stage: backend.load_stage(self.whole, stage, bundle.stage_files(stage), threads, device, exchange=exchange)
             for stage in self.entry.stages
         }
 
@@ -189,6 +196,8 @@ class Worker:
             stop_at_nan=setup.nan == STOP,
             check=self.saver.check,
             exchange=self.exchange,
+            sizes=self.sizes,
+            called=partial(library_name, self.bundle),
         )
 
     def obey(self, command: Message) -> bool:
@@ -202,10 +211,9 @@ class Worker:
                     self._run_data(first, batches)
                 self._finish_run()
             case Serve(first):
-                requests = RequestFeed(
-                    first * self.executor.schedule.microbatches, self.receive, self.status, self.cuts
-                )
-                self.executor.run(first, requests, unit=1)
+                cuts = {rung: InputCuts(module, self.rank) for rung, module in self.sizes.items()}
+                number = first * self.executor.schedule.microbatches
+                self.executor.serve(first, RequestFeed(number, self.receive, self.status, cuts))
                 self._finish_run()
             case SaveCommand(directory, step, background, keep_last):
                 waited = self.saver.save(Path(directory), step, background=background, keep_last=keep_last)

@@ -66,8 +66,8 @@ def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_every_request_gets_its_own_rows(sizes, shares, order):
     layout, random = layout_of(), np.random.default_rng(0)
     given_ = [inputs_of(random, samples, scale) for samples, scale in sizes]
-    tickets = [Ticket(layout.request(one, "request"), layout) for one in given_]
-    packer = Packer(layout, shares=shares)
+    tickets = [Ticket(layout.request(one, "request")) for one in given_]
+    packer = Packer(shares=shares)
     packer.waiting.extend(tickets)
     made: list[tuple[list[RequestPart], dict[str, np.ndarray]]] = []
     while packer.waiting:
@@ -98,8 +98,8 @@ def test_every_request_gets_its_own_rows(sizes, shares, order):
 def test_an_output_of_whole_microbatches_keeps_requests_apart():
     layout = layout_of(whole_output=True)
     assert not layout.packs
-    ticket = Ticket(layout.request(inputs_of(np.random.default_rng(1), 3, 1.0), "request"), layout)
-    packer = Packer(layout, shares=True)
+    ticket = Ticket(layout.request(inputs_of(np.random.default_rng(1), 3, 1.0), "request"))
+    packer = Packer(shares=True)
     packer.waiting.append(ticket)
     assert packer.full()
     # Results in the other order.
@@ -113,12 +113,12 @@ def test_an_output_of_whole_microbatches_keeps_requests_apart():
 def test_whether_a_microbatch_is_full():
     layout, random = layout_of(), np.random.default_rng(2)
     one, other = (layout.request(inputs_of(random, 1, scale), "request") for scale in (1.0, 2.0))
-    packer = Packer(layout, shares=True)
-    packer.waiting.append(Ticket(one, layout))
+    packer = Packer(shares=True)
+    packer.waiting.append(Ticket(one))
     assert not packer.full()
-    packer.waiting.append(Ticket(other, layout))
+    packer.waiting.append(Ticket(other))
     assert packer.full()  # nobody who comes later may join before the one that does not fit
-    packer.waiting[1] = Ticket(one, layout)
+    packer.waiting[1] = Ticket(one)
     assert packer.full()
     packer.waiting[0].future.cancel()
     packer.purge()
@@ -168,7 +168,7 @@ def test_microbatches_run_one_by_one_as_they_come(stages, m, first, count, rando
         def receive(wait, left=left):
             return left.pop(0) if wait or random.random() < 0.3 else None
 
-        feed = RequestFeed(first * m, receive, Status(None, rank), InputCuts(module, rank))
+        feed = RequestFeed(first * m, receive, Status(None, rank), {"": InputCuts(module, rank)})
         stream, seen = ActionStream(found, rank, first, feed, 1), []
         while (upcoming := stream.pop()) is not None:
             seen.append(upcoming.action)

@@ -15,6 +15,8 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import tensor
 
 import penstock as ps
@@ -26,8 +28,13 @@ from penstock.ir.graph import Module
 from penstock.ir.ladder.ladder import Ladder, Rung, filling, priced_sizes
 from penstock.planning.explain import plan_lines
 from penstock.planning.predict import predict
+from penstock.runtime.job.dispatcher import Serving
 from penstock.runtime.job.rungs import LoadedLadder
-from penstock.support.errors import UnsupportedModel, UsageError
+from penstock.runtime.job.sized_requests import SizedRequests
+from penstock.runtime.launch.local import Workers
+from penstock.runtime.messages.control import RequestBatch
+from penstock.runtime.worker.stage_graphs import ladder_of_ranks
+from penstock.support.errors import PenstockError, UnsupportedModel, UsageError
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]> g (float[batch,seq,8] x, int64[batch,seq] ids)
 => (float[batch,seq,8] y, float[batch,8] m)
@@ -271,20 +278,91 @@ def test_job_in_this_process(model: Path, lengths: Path) -> None:
             job.infer(_inputs(2, 21))
 
 
-@pytest.mark.parametrize("dims", [{"batch": 2, "seq": "<=12:4,12"}, {"batch": "<=2", "seq": "<=6:6"}])
-def test_two_processes(model: Path, tmp_path: Path, dims: Mapping[str, Any]) -> None:
-    bundle = _compiled(model, tmp_path / "bundle", dims, devices=2)
-    judge = _Judge(model)
-    batches = (2,) if dims["batch"] == 2 else (1, 2, 3, 5)
-    requests = [_inputs(batch, seq) for batch in batches for seq in (1, 4, 6)]
-    with ps.open(bundle, timeout=60) as job:
-        for request, outputs in zip(requests, job.stream(requests), strict=True):
+class _Watched:
+    """The rungs that ranks were sent, by rank, and the sizes of what they answered. `told` is what the last rank is
+    told instead of some rungs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, told: Mapping[str, str] | None = None) -> None:
+        self.sent: dict[int, list[str]] = {}
+        self.answered: list[str] = []
+        send, take = Workers.send, Serving._take
+
+        def sending(workers: Workers, rank: int, message: Any, arrays: Any = None) -> None:
+            if isinstance(message, RequestBatch):
+                self.sent.setdefault(rank, []).append(message.rung)
+                if told is not None and rank == workers.count - 1:
+                    message = RequestBatch(message.mb, told.get(message.rung, message.rung))
+            send(workers, rank, message, arrays)
+
+        def taking(serving: Serving, message: Any, arrays: Any) -> None:
+            self.answered += ["x".join(map(str, array.shape[:2])) for name, array in arrays.items() if name == "y"]
+            take(serving, message, arrays)
+
+        monkeypatch.setattr(Workers, "send", sending)
+        monkeypatch.setattr(Serving, "_take", taking)
+
+
+@pytest.fixture(scope="module")
+def of_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of two ranks; what travels between them has both sizes."""
+    imported = ps.from_onnx(model, dims={"batch": "<=4", "seq": "<=8:4,8"})
+    plan = ps.plan(imported, ps.Cluster.local(threads=[1, 1]), split_at=["q"])
+    assert plan.ladder is not None
+    assert len({str(edge.values) for rung in plan.ladder for edge in rung.held.edges}) == 6
+    return ps.compile(plan, tmp_path_factory.mktemp("of_two") / "bundle", backend="numpy")
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_ranks_run_requests_at_their_rungs(
+    model: Path, of_two: Path, monkeypatch: pytest.MonkeyPatch, shared: str, mode: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", shared)
+    judge, watched, parts = _Judge(model), _Watched(monkeypatch), SizedRequests(open_bundle(of_two))
+    with ps.open(of_two, timeout=60, mode=mode) as job:
+
+        @settings(deadline=None, max_examples=5)
+        @given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 8)), min_size=1, max_size=12))
+        def check(sizes: list[tuple[int, int]]) -> None:
+            watched.sent.clear()
+            watched.answered.clear()
+            requests = [_inputs(*size) for size in sizes]
+            futures = [job.submit(request) for request in requests]
+            for request, future in zip(requests, futures, strict=True):
+                judge.check(future.result(60), request)
+            # Every rank is told the rungs that take the request in the least time, and computes no larger ones.
+            wanted = [parts.split({"batch": rows, "seq": length}) for rows, length in sizes]
+            rungs = [rung.name for each in wanted for rung, _ in each]
+            assert watched.sent == {0: rungs, 1: rungs}
+            assert watched.answered == rungs
+
+        check()
+        for request, outputs in zip(
+            [_inputs(3, 5), _inputs(1, 2)], job.stream([_inputs(3, 5), _inputs(1, 2)]), strict=True
+        ):
             judge.check(outputs, request)
-        futures = [job.submit(request) for request in requests]
-        for request, future in zip(requests, futures, strict=True):
-            judge.check(future.result(60), request)
-        # Control: the size of a request reaches the ranks, or its mean would be that of twelve rows.
-        assert job.inference is not None
+        assert watched.answered[-1] == "1x4"
+
+
+def test_control_a_rung_that_two_microbatches_swap(model: Path, of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, requests = _Judge(model), [_inputs(1, 8), _inputs(1, 3)]
+    _Watched(monkeypatch, told={"1x8": "1x4", "1x4": "1x8"})
+
+    def ask() -> None:
+        with ps.open(of_two, timeout=60) as job:
+            for request, future in zip(requests, [job.submit(request) for request in requests], strict=True):
+                judge.check(future.result(60), request)
+
+    with pytest.raises((AssertionError, PenstockError)):
+        ask()
+
+
+def test_a_rung_on_which_ranks_would_do_something_else(model: Path, tmp_path: Path, of_two: Path) -> None:
+    bundle = open_bundle(of_two)
+    assert [rung.name for rung in ladder_of_ranks(bundle)] == ["1x4", "1x8", "2x4", "2x8", "4x4", "4x8"]
+    rungs = [Rung(rung.sizes, rung.held.but(edges=()) if rung.name == "2x4" else rung.held) for rung in bundle.ladder]
+    bundle.__dict__["ladder"] = Ladder(rungs)
+    assert [rung.name for rung in ladder_of_ranks(bundle)] == ["1x4", "1x8", "2x8", "4x4", "4x8"]
 
 
 def test_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def feeds_of(module, rank):
     messages = iter([(Batch(0), batch)])
     requests = iter([(RequestBatch(mb), {n: samples.microbatch(mb, n) for n in ("x", "labels")}) for mb in range(4)])
     sent = BatchFeed(module, rank, 0, lambda wait: next(messages))
-    asked = RequestFeed(0, lambda wait: next(requests), Status(None, rank), cuts)
+    asked = RequestFeed(0, lambda wait: next(requests), Status(None, rank), {"": cuts})
     asked.wait(3)
     sent.wait(0)
     portion = PortionFeed(samples, portions(4 * ROWS, ROWS), ROWS, cuts)

@@ -223,10 +223,11 @@ def _requests(
     from penstock.runtime.job.sized_inference import SizedInference  # lazy: heavy
 
     if isinstance(inference, SizedInference):
-        samples, parts = inference.parts(inputs, size, where)
-        return samples, parts, lambda request: inference.submit(request, None), inference.sized.output_axes
+        samples, sized = inference.parts(inputs, size, where)
+        return samples, sized, lambda request: inference.submit(request, None), inference.sized.output_axes
     whole = inference.layout.request(inputs, where)
-    return whole.samples, inference.layout.cut(whole, size), inference.send, inference.layout.output_axes
+    parts = inference.layout.cut(whole, size)
+    return whole.samples, parts, lambda request: inference.send([request])[0], inference.layout.output_axes
 
 
 def _percentiles(latencies: list[float]) -> dict[str, float]:
