@@ -3,12 +3,12 @@
 In: an ONNX model whose dimensions have names, the sizes of those that stay, and one bound.
 
     python benchmarks/rungs.py bert.onnx --dim batch=1 --dim 'seq<=512' --results lengths.json
-    python benchmarks/rungs.py resnet50 --dim 'batch<=32' --results batch.json --short
+    python benchmarks/rungs.py resnet50 --dim 'batch<=32' --results lengths.json --short
 
 Out: for every size the seconds of one call, the larger of both errors against onnxruntime, and how many compilers ran
-meanwhile. Both bundles are called in turn, and the median of five such pairs counts. Results are kept in the file: a
-run that was ended goes on where it was. `--short` measures few sizes, and `--sizes 9,17,100` these alone. `resnet50` is
-written by the program itself.
+meanwhile. Both bundles are called in turn, and the median of five such pairs counts. Results of all models are kept
+in the file: a run that was ended goes on where it was. `--short` measures few sizes, and `--sizes 9,17,100` these
+alone. `resnet50` is written by the program itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="penstock-rungs-"))
     model = write_resnet(folder / "resnet50.onnx") if arguments.model == "resnet50" else Path(arguments.model)
-    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {"rows": []}
     measure(model, bounded_dims_of(arguments.dim), folder, arguments, results)
-    print_table(results)
+    print_table(results["rows"])
 
 
 def measure(
@@ -63,12 +63,11 @@ def measure(
     sizes = range(1, bound.most + 1) if name == "batch" else range(min(8, bound.most), bound.most + 1)
     short = sorted({max(sizes[0], round(share * bound.most)) for share in SHARES})
     chosen = arguments.sizes or (short if arguments.short else list(sizes))
-    left = [size for size in chosen if str(size) not in results]
+    done = {row["size"] for row in results["rows"] if row["model"] == model.stem}
+    left = [size for size in chosen if size not in done]
     if not left:
         return
-    began = time.perf_counter()
     ladder = ps.load(_compiled(model, dims, folder / "ladder", arguments.threads))
-    results.setdefault("compile_s", time.perf_counter() - began)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = arguments.threads
     judge = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -82,7 +81,9 @@ def measure(
         error = max(_error(answer, expected) for answer in (ladder(inputs), exact(inputs)))
         with Compilers() as compilers:
             ours, theirs = _pairs(lambda: ladder(inputs), lambda: exact(inputs))  # noqa: B023
-        results[str(size)] = {"ladder_s": ours, "exact_s": theirs, "error": error, "compiled": compilers.count}
+        row = {"ladder_s": ours, "exact_s": theirs, "error": error, "compiled": compilers.count}
+        results["rows"].append({"model": model.stem, "size": size, **row})
+        results["rows"].sort(key=lambda row: (row["model"], row["size"]))
         arguments.results.write_text(json.dumps(results, indent=1) + "\n")
         shutil.rmtree(folder / f"exact-{size}")
         print(f"{name} {size}: {ours * 1e3:.2f} ms, {theirs * 1e3:.2f} ms compiled for it", flush=True)
@@ -145,22 +146,27 @@ class Compilers:
         WorkerPool.run = self._run  # type: ignore[method-assign]
 
 
-def print_table(results: Mapping[str, Any]) -> None:
-    """Print all sizes, and the worst of them."""
-    rows = {int(size): row for size, row in results.items() if size.isdecimal()}
-    listed = [
+def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return a table of all sizes: the head and the lines."""
+    lines = [
         (
-            str(size),
+            row["model"],
+            str(row["size"]),
             f"{row['ladder_s'] * 1e3:.2f}",
             f"{row['exact_s'] * 1e3:.2f}",
             f"{row['ladder_s'] / row['exact_s']:.3f}",
             f"{row['error']:.1e}",
             str(row["compiled"]),
         )
-        for size, row in sorted(rows.items())
+        for row in rows
     ]
-    print(table(("size", "ladder ms", "exact ms", "ratio", "error", "compiled"), listed))
-    ratios = {size: row["ladder_s"] / row["exact_s"] for size, row in rows.items()}
+    return ("model", "size", "ladder ms", "exact ms", "ratio", "error", "compiled"), lines
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print all sizes, and the worst of them."""
+    print(table(*table_of(rows)))
+    ratios = {(row["model"], row["size"]): row["ladder_s"] / row["exact_s"] for row in rows}
     worst = max(ratios, key=ratios.__getitem__)
     within = sum(ratio <= 1.1 for ratio in ratios.values())
     print(f"worst: {ratios[worst]:.3f} at {worst}; {within} of {len(ratios)} sizes within 10 %")

@@ -437,6 +437,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "failure-trials": failure_trials,
     "long-run": long_run,
     "small-models": committed_table("one_process"),
+    "sizes-beside-exact": committed_table("rungs"),
     "split-training": committed_table("tensor_parallel"),
     "collective-times": committed_table("collectives"),
     "export-verdicts": export_verdicts,
