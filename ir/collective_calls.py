@@ -10,22 +10,32 @@ all_gather of the sums, which is what a ring sends, too. Of a small one every ra
     reduce_scatter  (n-1) result
     all_to_all      (n-1) ceil(operand/n along `split`)
     shift           operand, unless it goes all the way round
+
+Where the type of a gradient ends in `+dp`, AR leaves on each replica of its stage the sum of its own part alone, a
+reduce_scatter with half the bytes of an all_reduce. The part lies where it lies in the whole gradient. The elements
+around it belong to no sum, and only a `take` may see them. Along which dimension parts lie, `part_dim` says for the
+pass `zero`, the interpreter and the runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from math import prod
 
+from .action_kinds import SUM
 from .attrs import Attrs
-from .graph import Graph, Module, Op, graph_stage
+from .graph import REPLICAS, Graph, Module, Op, Value, graph_stage, summed_vars
 from .memo import Derived
-from .ops import EXCHANGES, axes_over, complete_attrs, integer
-from .types import part_size
+from .ops import EXCHANGES, axes_over, complete_attrs, integer, make
+from .types import ITEM_BYTES, TensorType, part_size
 
 # The bytes of an operand from which on an all_reduce goes by parts. Below, a second meeting costs more than the bytes.
 BY_PARTS_FROM = 1 << 15
+# Gradients that lie one behind the other begin at multiples of so many bytes.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,38 @@ class CollectiveCall:
     def __str__(self) -> str:
         over = self.over[0] if len(self.over) == 1 else f"[{', '.join(self.over)}]"
         return f"%{self.op.outs[0].name} = {self.op.kind}(%{self.op.ins[0].name}, over={over})"
+
+
+@dataclass(frozen=True)
+class JointSum(CollectiveCall):
+    """The sums of several gradients as one collective. They have one element type and as many copies, and lie one
+    behind the other in memory. `op` is that of the first of them."""
+
+    calls: tuple[CollectiveCall, ...]
+    copies: int
+
+    @cached_property
+    def key(self) -> str:
+        """A name that is single in the module."""
+        return f"{self.graph} {self.number}"
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """The types of the gradients on one rank, by name."""
+        return {call.op.ins[0].name: call.op.ins[0].type for call in self.calls}
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The places where the gradients begin, and their end, in elements."""
+        step = _ALIGNMENT // ITEM_BYTES[self.op.ins[0].type.dtype]
+        return tuple(accumulate((-(-t.size // step) * step for t in self.types.values()), initial=0))
+
+    def sent(self, members: int) -> int:
+        """Return the bytes that one rank of so many sends."""
+        return sum(sent_bytes(call.op, members) for call in self.calls)
+
+    def __str__(self) -> str:
+        return f"parts of the sums of {len(self.calls)} gradients, over={REPLICAS}"
 
 
 _CALLS = Derived[tuple[CollectiveCall, ...]](__name__, "calls")
@@ -91,6 +133,58 @@ def sent_bytes(op: Op, members: int) -> int:
         case "shift":
             return x.nbytes if integer(complete_attrs(op)["by"]) % members else 0
     return peers * x.nbytes
+
+
+# ------------------------------------------------------------------------------------------------ sums of a batch
+
+
+def part_dim(t: TensorType, sizes: Mapping[str, int]) -> int | None:
+    """Return the dimension that is split over the replicas: the first that divides, else the largest; None where no
+    dimension has an element for each replica."""
+    replicas, local = sizes[REPLICAS], t.local(sizes).dims
+    free = [i for i in range(t.rank) if not t.axes_of(i)]
+    parts = [prod(sizes.get(axis, 1) for axis in t.axes_of(i)) * replicas for i in range(t.rank)]
+    even = [i for i in range(t.rank) if t.dims[i] and t.dims[i] % parts[i] == 0 and t.blocks_of(i) == 1]
+    if even:
+        return min(even, key=lambda i: (i not in free, i))
+    large = [i for i in free if local[i] >= replicas]
+    return max(large, key=lambda i: local[i], default=None)
+
+
+def kept_parts(module: Module, stage: int) -> tuple[CollectiveCall, ...]:
+    """Return what AR does for the gradients of a stage of which replicas keep parts, as one reduce_scatter each. Their
+    operands have the names of the gradients."""
+    sizes = module.mesh_of(stage).sizes
+    calls: list[CollectiveCall] = []
+    for name in summed_vars(module, stage):
+        t = module.vars[name].type
+        if REPLICAS in t.partial and sizes.get(REPLICAS, 1) > 1:
+            dim = part_dim(t, sizes)
+            assert dim is not None, f"no dimension of @{name} : {t} has parts for all replicas"
+            whole = Value(name, t.local(sizes))
+            op = make("reduce_scatter", [whole], [f"{name}.part"], axis=dim, over=REPLICAS, parts=sizes[REPLICAS])
+            calls.append(CollectiveCall(f"s{stage}.{SUM}", len(calls), op))
+    return tuple(calls)
+
+
+def kept_sums(module: Module, stage: int) -> tuple[JointSum, ...]:
+    """Return the collectives that AR of a stage consists of, for gradients of which replicas keep parts."""
+    alike: dict[tuple[str, int], list[CollectiveCall]] = {}
+    for call in kept_parts(module, stage):
+        value = call.op.ins[0]
+        alike.setdefault((value.type.dtype, module.vars[value.name].versions), []).append(call)
+    return tuple(
+        JointSum(f"s{stage}.{SUM}", number, calls[0].op, tuple(calls), copies)
+        for number, ((_, copies), calls) in enumerate(alike.items())
+    )
+
+
+def kept_slices(call: CollectiveCall, place: int, members: int) -> tuple[slice, ...]:
+    """Return where the part of one of the replicas lies in the whole gradient; it is shorter at the end."""
+    dims, dim = call.op.ins[0].type.dims, integer(call.attrs["axis"])
+    size = part_size(dims[dim], members)
+    mine = slice(min(place * size, dims[dim]), min((place + 1) * size, dims[dim]))
+    return tuple(mine if i == dim else slice(None) for i in range(len(dims)))
 
 
 # ------------------------------------------------------------------------------------------------ ranks

@@ -404,9 +404,9 @@ def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
 
 def summed_vars(module: Module, stage: int) -> list[str]:
     """Return the gradients that a stage adds to, which its ranks have to sum up, in the order of the module's
-    variables; none that graphs sum up over replicas."""
+    variables; none that its backward graphs sum up over replicas."""
     added = {name for kind in ADDERS for name in touched_vars(module.stage_graph(stage, kind), "accum")}
-    return [name for name, var in module.vars.items() if name in added and REPLICAS not in var.type.every_axis]
+    return [name for name, var in module.vars.items() if name in added and REPLICAS not in sum(var.type.axes, ())]
 
 
 def written_vars(graph: Graph) -> set[str]:

@@ -21,6 +21,7 @@ from functools import partial
 import numpy as np
 
 from penstock.ir.action_kinds import AGAIN, DROP, FORWARD, LET_GO, SUM, UPDATE
+from penstock.ir.collective_calls import kept_parts, kept_slices
 from penstock.ir.graph import (
     COORDINATE,
     GRAD,
@@ -397,7 +398,8 @@ class _Pipeline:
         return True
 
     def _take_sum(self, rank: _Rank, action: Action) -> bool:
-        """Replace the rank's own gradients by the sum of the batch. Return False while other ranks still add to it."""
+        """Replace the rank's own gradients by the sum of the batch, or its part between elements that belong to no sum.
+        Return False while other ranks still add to it."""
         brought, members = self.sums[action.stage, action.mb], self.replicas[rank.index]
         if not brought.keys() >= set(members):
             return False
@@ -406,12 +408,15 @@ class _Pipeline:
         for member in members:
             for name, part in brought[member].items():
                 store.accumulate(name, part)
+        for call in kept_parts(self.module, action.stage):
+            others = np.full(call.op.ins[0].type.dims, np.nan)
+            others[kept_slices(call, rank.mesh.coordinates(rank.place)[REPLICAS], len(members))] = 0
+            store.accumulate(call.op.ins[0].name, others)
         return True
 
     def _let_go(self, rank: _Rank, action: Action) -> bool:
-        graph = self._graph(action._replace(kind=AGAIN))
-        held = rank.values.get((action.stage, action.mb), {})
-        missing = [f"%{v.name}" for v in graph.saved if held.pop(v.name, None) is None]
+        held, saved = rank.values.get((action.stage, action.mb), {}), self._graph(action._replace(kind=AGAIN)).saved
+        missing = [f"%{v.name}" for v in saved if held.pop(v.name, None) is None]
         if missing:
             raise VerifyError(f"microbatch {action.mb} does not hold {', '.join(missing)}, which it should let go of")
         return True
@@ -454,10 +459,8 @@ class _Pipeline:
             return False
         mb, values = queue.popleft()
         if mb != action.mb:
-            raise VerifyError(
-                f"{_unit(action)} is expected from rank {action.peer}, the next message is of "
-                f"{_unit(action._replace(mb=mb))}"
-            )
+            next_one = _unit(action._replace(mb=mb))
+            raise VerifyError(f"{_unit(action)} is expected from rank {action.peer}, the next message is of {next_one}")
         rank.values.setdefault((action.stage, action.holder), {}).update(values)
         return True
 
@@ -466,8 +469,7 @@ class _Pipeline:
             return f"a message from rank {action.peer}"
         if action.mb in rank.waiting and action.kind in SUM_USERS:
             return f"the gradients of the other ranks of stage {action.stage}"
-        graph = self._graph(action)
-        party = self._party(rank, graph)
+        party = self._party(rank, graph := self._graph(action))
         if len(party) > 1 and (other := self._missing(party, action) or self._missing(party[::-1], action)) is not None:
             return f"rank {other.index}, which is in {other.action() or 'nothing any more'}"
         return (

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory.predict import Course, measure_memory, memory_course
 from penstock.ir.schedule import Action
@@ -93,8 +94,10 @@ def forecast(
     sizes = {
         (e.phase, e.src, e.dst): sum(v.type.nbytes for v in module.local_values(e.values, e.src)) for e in module.edges
     }
+    # Where ranks keep parts, a ring goes round once instead of twice.
     summed = {
         s.index: sum(module.local_type(module.vars[n].type, s.index).nbytes for n in summed_vars(module, s.index))
+        - sum(call.op.ins[0].type.nbytes for call in kept_parts(module, s.index)) // 2
         for s in module.stages
     }
     seats = {rank: seat for rank, name in devices.items() if (seat := seat_of(cluster, name)) is not None}

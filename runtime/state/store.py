@@ -6,10 +6,11 @@ last microbatch that reads it. The newest version is live in any case. An update
 Otherwise it is refused, naming the variable and the versions present. With `grow` it gets one more buffer, which is
 counted: the control of the claim that n buffers are enough.
 
-Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n. Optimiser
-state and buffers have one. Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed
-in one piece. Parameters that no update writes are the same in all versions. All tensors start at a multiple of 64
-bytes, which is what torch's allocator gives. They are in the memory of the stage's device.
+Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n. Optimiser state
+and buffers have one. Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed in
+one piece; those of which ranks keep parts lie in memory that is lent, where there is such. Parameters that no update
+writes are the same in all versions. All tensors start at a multiple of 64 bytes, which is what torch's allocator gives.
+They are in the memory of the stage's device.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from penstock.ir.collective_calls import JointSum
 from penstock.ir.graph import GRAD, Slot, Var
 from penstock.ir.types import LONG_NAMES, TensorType, numpy_dtype
 from penstock.runtime.messages.ledger import Ledger
@@ -184,9 +187,21 @@ class Versions:
         self.most_live = max(self.most_live, len(self.live()))
 
 
+class SummedGradients(NamedTuple):
+    """The gradients that are summed up over ranks: those of which each has the whole sum, and those of which each keeps
+    its part. `lend` gives memory for so many bytes of the latter, where others can read it."""
+
+    whole: Sequence[str] = ()
+    kept: Sequence[JointSum] = ()
+    lend: Callable[[JointSum, int], np.ndarray | None] = lambda call, nbytes: None
+
+
+NO_SUMS = SummedGradients()
+
+
 class Store:
     """All state of one rank, with the types of what it has of each variable. `stepped` are the variables that have
-    versions, `summed` gradients that are summed up over ranks."""
+    versions."""
 
     def __init__(
         self,
@@ -196,7 +211,7 @@ class Store:
         version: int = 0,
         grow: bool = False,
         device: torch.device = CPU,
-        summed: Iterable[str] = (),
+        summed: SummedGradients = NO_SUMS,
     ) -> None:
         stepped = set(stepped)
         self.variables = dict(variables)
@@ -208,7 +223,8 @@ class Store:
         self.gradients: dict[str, list[torch.Tensor]] = {}
         # By element type and number of copies: each copy of all of them in one tensor.
         self._sums: list[list[torch.Tensor]] = []
-        self._lay_out([variables[name] for name in summed])
+        self._lay_out([variables[name] for name in summed.whole])
+        self._kept = [(call, self._lent_copies(call, summed)) for call in summed.kept]
         for name, var in variables.items():
             if name in self.gradients:
                 continue
@@ -249,6 +265,22 @@ class Store:
             self._sums.append(blocks)
             for var, place in zip(group, places, strict=True):
                 self.gradients[var.name] = [copy[place : place + var.type.size].view(var.type.dims) for copy in blocks]
+
+    def _lent_copies(self, call: JointSum, summed: SummedGradients) -> list[torch.Tensor]:
+        dtype, size = call.op.ins[0].type.dtype, call.places[-1]
+        block = TensorType(dtype, (size,))
+        copies = []
+        for _ in range(call.copies):
+            lent = summed.lend(call, block.nbytes) if self.device == CPU else None
+            memory = allocate(block, self.device) if lent is None else torch.from_numpy(lent).view(TORCH_DTYPES[dtype])
+            copies.append(memory.zero_())
+        for (name, t), first in zip(call.types.items(), call.places, strict=False):
+            self.gradients[name] = [copy[first : first + t.size].view(t.dims) for copy in copies]
+        return copies
+
+    def kept(self, batch: int) -> list[tuple[JointSum, torch.Tensor]]:
+        """Return the gradients of a batch of whose sums ranks keep parts, in whole pieces with what AR does."""
+        return [(call, copies[batch % len(copies)]) for call, copies in self._kept]
 
     def sums(self, batch: int) -> list[torch.Tensor]:
         """Return the gradients of a batch that are summed up over ranks, in whole pieces."""

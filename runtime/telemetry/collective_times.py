@@ -3,8 +3,8 @@
 In: the collectives of all ranks with their times (a trace), and the module. Out: totals by graph, kind and axes, sums
 of all ranks. A collective is under way from its begin to its result. What a rank spends in waiting for it is exposed:
 the rest is hidden behind computations. A count is of collectives, in each of which several ranks meet. Bytes are those
-that the runtime sends (ir/collective_calls.py). Sums of gradients over dp that are actions of the schedule are not
-among them.
+that the runtime sends (ir/collective_calls.py). Sums of gradients over dp that are actions of the schedule are among
+them where ranks keep parts (`s0.AR`), and not where each has the whole sum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.ir.collective_calls import calls_of, sent_bytes
+from penstock.ir.action_kinds import SUM
+from penstock.ir.collective_calls import CollectiveCall, JointSum, calls_of, kept_sums, sent_bytes
 from penstock.ir.graph import Module
 
 from .trace import CollectiveTimes
@@ -47,21 +48,30 @@ def collective_totals(ranks: Sequence[Sequence[CollectiveTimes]], module: Module
     for done in ranks:
         for text, begun, waited, ended in done:
             match = _TEXT.fullmatch(text)
-            graph = module.stage_graph(int(match[1]), match[2]) if match is not None else None
-            if match is None or graph is None or int(match[3]) >= len(calls_of(graph)):
+            calls = _calls(module, int(match[1]), match[2]) if match is not None else ()
+            if match is None or int(match[3]) >= len(calls):
                 raise ValueError(f"no collective of the program is called {text!r}")
-            call = calls_of(graph)[int(match[3])]
+            call = calls[int(match[3])]
             members = len(module.mesh_of(int(match[1])).group(0, call.over))
-            total = totals.setdefault((graph.name, call.op.kind, call.over), [0.0] * 4)
+            sent = call.sent(members) if isinstance(call, JointSum) else sent_bytes(call.op, members)
+            total = totals.setdefault((call.graph, call.op.kind, call.over), [0.0] * 4)
             for place, amount in enumerate(
-                (1 / members, float(sent_bytes(call.op, members)), max(ended - begun, 0.0), max(ended - waited, 0.0))
+                (1 / members, float(sent), max(ended - begun, 0.0), max(ended - waited, 0.0))
             ):
                 total[place] += amount
-    order = list(module.graphs)
+    order = [*module.graphs, *dict.fromkeys(graph for graph, _, _ in totals)]
     return [
         CollectiveTotal(*key, round(count), round(nbytes), seconds, exposed)
         for key, (count, nbytes, seconds, exposed) in sorted(totals.items(), key=lambda item: order.index(item[0][0]))
     ]
+
+
+def _calls(module: Module, stage: int, kind: str) -> Sequence[CollectiveCall]:
+    """Return the collectives of an action, in their order."""
+    graph = module.stage_graph(stage, kind)
+    if graph is not None:
+        return calls_of(graph)
+    return kept_sums(module, stage) if kind == SUM else ()
 
 
 def by_name(totals: Iterable[CollectiveTotal]) -> dict[str, CollectiveTotal]:

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from penstock.ir.collective_calls import CollectiveCall, group_of, sent_bytes
+from penstock.ir.collective_calls import CollectiveCall, JointSum, group_of, sent_bytes
 from penstock.ir.graph import REPLICAS, Module
 from penstock.ir.schedule import Action
 from penstock.runtime.messages.status import describe
@@ -51,7 +51,10 @@ class Carrier(Protocol):
         """Wait for the blocks of others."""
 
     def done(self, turn: int, blocks: Round) -> None:
-        """Let go of the blocks of a turn."""
+        """Let go of the blocks of a turn, once the others have read what is lent."""
+
+    def lend(self, nbytes: int) -> Array | None:
+        """Return memory that the other members can read, if there is such."""
 
 
 class DeviceGroup(Protocol):
@@ -121,6 +124,10 @@ class _Alone:
     def done(self, turn: int, blocks: Round) -> None:
         """Let go of nothing."""
 
+    def lend(self, nbytes: int) -> Array | None:
+        """Lend nothing."""
+        return None
+
 
 class RankExchange:
     """The collectives of one rank. The groups come with `join`, when the rank knows its device and its peers."""
@@ -132,7 +139,9 @@ class RankExchange:
         self._devices: dict[tuple[int, ...], DeviceGroup] = {}
         self._turns: dict[tuple[int, ...], int] = {}
         self._known: dict[str, _Known] = {}
-        self._begun: dict[str, _Begun] = {}
+        # Those of one graph are waited for before it runs again. Sums of several batches may be under way.
+        self._begun: dict[str, list[_Begun]] = {}
+        self._lent: set[str] = set()
         self._action: Action | None = None
         self._at = b""
         # Collectives done, bytes sent, seconds waited, and events for traces.
@@ -145,6 +154,15 @@ class RankExchange:
         """Use these groups, by their ranks."""
         self._groups |= groups
         self._devices |= devices or {}
+
+    def lend(self, call: JointSum, nbytes: int) -> Array | None:
+        """Return memory for the gradients of a sum from which the other ranks can read them; None where there is none.
+        All ranks of a group do the same."""
+        carrier = self._groups.get(group_of(self._module, self.rank, call.over))
+        memory = None if carrier is None else carrier.lend(nbytes)
+        if memory is not None:
+            self._lent.add(call.key)
+        return memory
 
     def enter(self, action: Action) -> None:
         """Say which action runs from here on."""
@@ -165,7 +183,8 @@ class RankExchange:
         at = time.monotonic()
         if known.device is not None:
             known.device.begin(call, x, out)
-            self._begun[call.key] = _Begun(0, self._text(known), _NONE, _NONE, (x, out), False, at)
+            begun = _Begun(0, self._text(known), _NONE, _NONE, (x, out), False, at)
+            self._begun.setdefault(call.key, []).append(begun)
             return
         copied = out.device != CPU
         operand, result = as_array(x), _writable(out)
@@ -176,11 +195,11 @@ class RankExchange:
             carrier.post(turn, begun.text, known.rounds[0], operand, result)
         except (MemberLost, MemberElsewhere) as error:
             raise self._failed(call, known, error) from error
-        self._begun[call.key] = begun
+        self._begun.setdefault(call.key, []).append(begun)
 
     def wait(self, call: CollectiveCall) -> None:
-        """Wait for the result of a collective."""
-        known, begun = self._known[call.key], self._begun.pop(call.key)
+        """Wait for the result of a collective, of those with one name for the first that began."""
+        known, begun = self._known[call.key], self._begun[call.key].pop(0)
         carrier = known.carrier
         waited = time.monotonic()
         if known.device is not None:
@@ -220,10 +239,10 @@ class RankExchange:
             ranks,
             carrier,
             device,
-            rounds_of(call, len(ranks), ranks.index(self.rank)),
+            rounds_of(call, len(ranks), ranks.index(self.rank), call.key in self._lent),
             f", {call} #{call.number}".encode(),
             REPLICAS in call.over,
-            sent_bytes(call.op, len(ranks)),
+            call.sent(len(ranks)) if isinstance(call, JointSum) else sent_bytes(call.op, len(ranks)),
         )
         return known
 

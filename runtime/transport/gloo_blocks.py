@@ -93,6 +93,10 @@ class GlooGroup:
         """Let go of the blocks of a turn."""
         del self._arriving[turn]
 
+    def lend(self, nbytes: int) -> Array | None:
+        """Return nothing: no memory is shared."""
+        return None
+
     def _expect(
         self, turn: int, tag: int, size: TensorType, member: int
     ) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:

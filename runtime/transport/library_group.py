@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.ir.collective_calls import CollectiveCall
+from penstock.ir.collective_calls import CollectiveCall, JointSum
 from penstock.ir.ops import integer
 from penstock.ir.types import part_size
 from penstock.support.errors import PeerLost
 
 from .overdue import Overdue
-from .rounds import cut, join
+from .rounds import KeepParts, cut, join
 
 
 class _Started(NamedTuple):
@@ -43,18 +43,21 @@ class LibraryGroup:
         # The place in torch's group of every member of this one, and the other way round.
         self._ends = [order.index(other) for other in ranks]
         self._members = [list(ranks).index(other) for other in order]
-        self._started: dict[str, _Started] = {}
+        self._started: dict[str, list[_Started]] = {}
 
     def begin(self, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
         """Begin a collective behind what the device does."""
-        start = getattr(self, f"_{call.op.kind}")
-        started: _Started = start(call, x, out)
-        self._started[call.key] = started
+        started: _Started = (
+            self._keep_parts(call, x, out)
+            if isinstance(call, JointSum)
+            else getattr(self, f"_{call.op.kind}")(call, x, out)
+        )
+        self._started.setdefault(call.key, []).append(started)
         self._overdue.watch(started.works, started.held, lambda error: self._lost(call, error))
 
     def wait(self, call: CollectiveCall) -> None:
         """Let the device wait for a collective."""
-        started = self._started.pop(call.key)
+        started = self._started[call.key].pop(0)
         for work in started.works:
             work.wait()
         started.finish()
@@ -79,6 +82,23 @@ class LibraryGroup:
         parts = self._cut(x, integer(call.attrs["axis"]) % x.dim(), integer(call.attrs["blocks"]))
         work = dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), dist.ReduceOp.SUM, self._group, async_op=True)
         return _Started(_works(work), (parts, out), _nothing)
+
+    def _keep_parts(self, call: JointSum, x: torch.Tensor, out: torch.Tensor) -> _Started:
+        turn = KeepParts(call, self.members, self.place, lent=False)
+        parts, total = x.new_zeros((self.members, *turn.shape)), x.new_empty(turn.shape)
+        for end, member in enumerate(self._members):
+            for place, part in zip(
+                turn.in_block(parts[end], turn.parts(x, member)), turn.parts(x, member), strict=True
+            ):
+                place.copy_(part)
+        work = dist.reduce_scatter_tensor(total, parts.view(-1), dist.ReduceOp.SUM, self._group, async_op=True)
+
+        def finish() -> None:
+            mine = turn.parts(out, self.place)
+            for part, summed in zip(mine, turn.in_block(total, mine), strict=True):
+                part.copy_(summed)
+
+        return _Started(_works(work), (parts, total, out), finish)
 
     def _all_to_all(self, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> _Started:
         parts = self._cut(x, integer(call.attrs["split"]) % x.dim(), 1)

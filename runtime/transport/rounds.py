@@ -11,11 +11,12 @@ it. A collective has one round; a large all_reduce has two (ir/collective_calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.ir.collective_calls import CollectiveCall, goes_by_parts
+from penstock.ir.collective_calls import CollectiveCall, JointSum, goes_by_parts, kept_slices
 from penstock.ir.ops import integer
 from penstock.ir.types import numpy_dtype, part_size
 
@@ -45,6 +46,11 @@ class Round(Protocol):
     def alike(self) -> bool:
         """Say whether all receivers get one block."""
 
+    @property
+    def lent(self) -> bool:
+        """Say whether the operand itself is the block: it lies where the others can read it, and stays as it is until
+        they have."""
+
     def fill(self, block: Array, x: Array, out: Array, member: int) -> None:
         """Write the block for a member."""
 
@@ -60,7 +66,7 @@ def nbytes_of(turn: Round) -> int:
 class _Whole:
     """Every member sends all that it has to every other one."""
 
-    alike = True
+    alike, lent = True, False
 
     def __init__(self, call: CollectiveCall, members: int, place: int) -> None:
         x = call.op.ins[0].type
@@ -101,7 +107,7 @@ class Gather(_Whole):
 class ScatterFlat:
     """The first round of a large all_reduce: each member adds up its part of all elements."""
 
-    alike = False
+    alike, lent = False, False
 
     def __init__(self, call: CollectiveCall, members: int, place: int) -> None:
         x = call.op.ins[0].type
@@ -128,7 +134,7 @@ class ScatterFlat:
 class GatherFlat:
     """The second round of a large all_reduce: each member sends its part of the sum."""
 
-    alike = True
+    alike, lent = True, False
 
     def __init__(self, first: ScatterFlat) -> None:
         self.first, self.shape, self.dtype = first, first.shape, first.dtype
@@ -148,7 +154,7 @@ class GatherFlat:
 class _Cut:
     """Every member sends another part of its operand to every other one."""
 
-    alike = False
+    alike, lent = False, False
 
     def __init__(self, call: CollectiveCall, members: int, place: int, axis: int, blocks: int) -> None:
         x = call.op.ins[0].type
@@ -192,7 +198,7 @@ class Swap(_Cut):
 class Shift:
     """Every member sends all that it has to one other."""
 
-    alike = True
+    alike, lent = True, False
 
     def __init__(self, call: CollectiveCall, members: int, place: int) -> None:
         x, by = call.op.ins[0].type, integer(call.attrs["by"]) % members
@@ -207,8 +213,59 @@ class Shift:
         np.copyto(out, blocks[self.sources[0]] if self.sources else x)
 
 
-def rounds_of(call: CollectiveCall, members: int, place: int) -> tuple[Round, ...]:
-    """Return the rounds of a collective for one member of a group."""
+class KeepParts:
+    """AR of gradients of which each member keeps its part of the sum. Operand and result are one array, in which the
+    gradients lie one behind the other. The parts of a member are its block; or all gradients are the block of every
+    member, where these are lent."""
+
+    def __init__(self, call: JointSum, members: int, place: int, lent: bool) -> None:
+        self.alike = self.lent = lent
+        self.dtype, self.place, self.members = numpy_dtype(call.op.ins[0].type.dtype), place, members
+        self.receivers = self.sources = _others(members, place)
+        # For each gradient: where it lies, its sizes, and the parts of all members in it; and where parts begin.
+        self._gradients = [
+            (slice(first, first + t.size), t.dims, [kept_slices(one, i, members) for i in range(members)])
+            for one, first, t in zip(call.calls, call.places, call.types.values(), strict=False)
+        ]
+        self._starts = tuple(accumulate((one.op.outs[0].type.size for one in call.calls), initial=0))
+        self.shape = (call.places[-1] if lent else self._starts[-1],)
+
+    def fill(self, block: Array, x: Array, out: Array, member: int) -> None:
+        for mine, start in zip(self.parts(x, member), self._starts, strict=False):
+            block[start : start + size_of(mine)].reshape(mine.shape)[...] = mine
+
+    def parts(self, x: Any, member: int) -> list[Any]:
+        """Return the parts of a member in an array of all gradients, NumPy's or torch's."""
+        return [x[where].reshape(dims)[slices[member]] for where, dims, slices in self._gradients]
+
+    def in_block(self, block: Any, like: Sequence[Any]) -> list[Any]:
+        """Return the parts of this member in its block, in the shape of its own ones."""
+        return [
+            block[start : start + size_of(mine)].reshape(mine.shape)
+            for mine, start in zip(like, self._starts, strict=False)
+        ]
+
+    def take(self, x: Array, out: Array, blocks: Mapping[int, Array]) -> None:
+        mine = self.parts(x, self.place)
+        theirs = {
+            i: self.parts(block, self.place) if self.lent else self.in_block(block, mine) for i, block in blocks.items()
+        }
+        for number, (operand, total) in enumerate(zip(mine, self.parts(out, self.place), strict=True)):
+            # The sum is written over the own operand, which is read late where it is not among the first two.
+            kept = operand.copy() if self.place > 1 else operand
+            reduce_into(total, [kept if i == self.place else theirs[i][number] for i in range(self.members)], "sum")
+
+
+def size_of(part: Any) -> int:
+    """Return the elements of an array, NumPy's or torch's."""
+    return int(np.prod(part.shape, dtype=np.int64))
+
+
+def rounds_of(call: CollectiveCall, members: int, place: int, lent: bool = False) -> tuple[Round, ...]:
+    """Return the rounds of a collective for one member of a group. `lent` operands are read by the others where they
+    lie."""
+    if isinstance(call, JointSum):
+        return (KeepParts(call, members, place, lent),)
     if goes_by_parts(call.op, members):
         first = ScatterFlat(call, members, place)
         return first, GatherFlat(first)

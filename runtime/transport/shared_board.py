@@ -82,6 +82,8 @@ class OwnBoard:
         self._used = self._end = _MOST_GROUPS * _GROUP
         self._window: memoryview | None = None
         self._start = 0
+        # Where memory that was handed out lies, by its address.
+        self._places: dict[int, int] = {}
 
     def words(self, group: int) -> memoryview:
         """Return what is said to a group, to be written."""
@@ -98,7 +100,13 @@ class OwnBoard:
             self._window = self._map(self._start, length)
         place, self._used = self._used, self._used + size
         assert self._window is not None
-        return place, np.frombuffer(self._window, np.uint8, nbytes, place - self._start)
+        memory = np.frombuffer(self._window, np.uint8, nbytes, place - self._start)
+        self._places[memory.ctypes.data] = place
+        return place, memory
+
+    def place_of(self, memory: Array) -> int:
+        """Return the place of memory that was allocated here."""
+        return self._places[memory.ctypes.data]
 
     def _map(self, place: int, length: int) -> memoryview:
         try:
@@ -215,12 +223,16 @@ class SharedGroup:
             return
         count = 1 if blocks.alike else len(receivers)
         stride = 0 if blocks.alike else -(-nbytes // 64) * 64
-        block = self._block(stride * (count - 1) + nbytes, turn, receivers)
-        for i in range(count):
-            memory = block.memory[i * stride : i * stride + nbytes]
-            blocks.fill(memory.view(blocks.dtype).reshape(blocks.shape), x, out, receivers[i])
+        if blocks.lent:
+            place = self._own.place_of(x)
+        else:
+            block = self._block(stride * (count - 1) + nbytes, turn, receivers)
+            place = block.place
+            for i in range(count):
+                memory = block.memory[i * stride : i * stride + nbytes]
+                blocks.fill(memory.view(blocks.dtype).reshape(blocks.shape), x, out, receivers[i])
         words, at = self._words, _FIRST_ENTRY + entry * _ENTRY
-        words[at + _PLACE], words[at + _BYTES], words[at + _STRIDE] = block.place, nbytes, stride
+        words[at + _PLACE], words[at + _BYTES], words[at + _STRIDE] = place, nbytes, stride
         text = text[:_LONGEST]
         words[at + _LENGTH] = len(text)
         first = (at + _TEXT) * _WORD
@@ -247,9 +259,16 @@ class SharedGroup:
         return blocks_of
 
     def done(self, turn: int, blocks: Round) -> None:
-        """Mark a turn as read."""
+        """Mark a turn as read; wait until the others have read what was lent to them."""
+        entry = turn % _TURNS
         for member in blocks.sources:
-            self._words[_FIRST_MARK + member * _TURNS + turn % _TURNS] = turn
+            self._words[_FIRST_MARK + member * _TURNS + entry] = turn
+        if blocks.lent:
+            self._until(blocks.receivers, lambda member: self._mark(member, entry) >= turn)
+
+    def lend(self, nbytes: int) -> Array | None:
+        """Return memory that the other members can read."""
+        return self._own.allocate(nbytes)[1]
 
     def _position(self, member: int) -> int:
         """Return the number of this member among the receivers of another one: they begin behind that one."""

@@ -131,7 +131,7 @@ class Executor:
             f"{COORDINATE}{axis}": torch.tensor(at, dtype=torch.int64, device=store.device)
             for axis, at in coordinates_of(module, rank).items()
         }
-        self._watched: set[str] = set()
+        self._watched, self._keeping = set[str](), set[int]()
         self._started = 0.0
         sizes = conduct.sizes or {ONE_SIZE: module}
         self._sizes = {rung: StageGraphs(one, stage, self._pack, conduct.called(rung)) for rung, one in sizes.items()}
@@ -216,7 +216,7 @@ class Executor:
             kind, stage = action.kind, self.stages[action.stage]
             if kind in SUM_USERS:
                 # Waiting for other ranks is no part of the computation's time.
-                self.transport.finish_sum(action)
+                stage.finish_sum(action)
             begun = None if self._times is None else self._times.mark()
             started = stage._started = time.monotonic()
             stage.perform(action)
@@ -304,6 +304,23 @@ class Executor:
     def sum_up(self, action: Action) -> None:
         """Sum the gradients of a batch over the ranks of the stage; the sum goes on in the background."""
         self.transport.sum_up(action, self.store.sums(action.mb))
+        if kept := self.store.kept(action.mb):
+            assert self._exchange is not None
+            self._exchange.enter(action)
+            for call, gradients in kept:
+                self._exchange.begin(call, gradients, gradients)
+            self._keeping.add(action.mb)
+
+    def finish_sum(self, action: Action) -> None:
+        """Wait for the sum of the batch that an action uses, if it has not been waited for: the whole sum, and this
+        rank's parts."""
+        self.transport.finish_sum(action)
+        if action.mb in self._keeping:
+            assert self._exchange is not None
+            self._keeping.remove(action.mb)
+            self._exchange.enter(action)
+            for call, _ in self.store.kept(action.mb):
+                self._exchange.wait(call)
 
     def agree(self, action: Action) -> None:
         """Run P or N: their results stay here until the update."""

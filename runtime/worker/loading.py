@@ -6,7 +6,7 @@ variable that is split over the devices of its stage, the rank has the local typ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.checkpoint.resuming import Filling, fill_tiles, load_state
 from penstock.runtime.state.settings import Settings
-from penstock.runtime.state.store import Store
+from penstock.runtime.state.store import NO_SUMS, Store, SummedGradients
 
 
 def check_device(bundle: Bundle, rank: int) -> None:
@@ -48,7 +48,7 @@ def load_store(
     device: torch.device,
     *,
     grow: bool = False,
-    summed: Iterable[str] = (),
+    summed: SummedGradients = NO_SUMS,
     stage: int | None = None,
 ) -> Store:
     """Return the state of a rank at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store.
@@ -63,7 +63,7 @@ def _load(
     source: _StateSource,
     device: torch.device,
     grow: bool = False,
-    summed: Iterable[str] = (),
+    summed: SummedGradients = NO_SUMS,
     only: Collection[str] | None = None,
 ) -> Store:
     """Return the state of a stage, or that of some of its variables alone."""

@@ -29,7 +29,7 @@ from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.interface import StageProgram, all_rungs
 from penstock.backends.registry import backend_of
 from penstock.ir.batch_shares import fed_to_rank, share_of
-from penstock.ir.collective_calls import groups_of
+from penstock.ir.collective_calls import groups_of, kept_sums
 from penstock.ir.graph import PARAM, Edge, Module, summed_vars
 from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.data.samples import FileSamples, Samples, open_data
@@ -63,7 +63,7 @@ from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.packs import PackState
 from penstock.runtime.state.settings import settings_of
-from penstock.runtime.state.store import Store, as_array
+from penstock.runtime.state.store import Store, SummedGradients, as_array
 from penstock.runtime.telemetry.device_memory import device_without_memory
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
@@ -280,7 +280,10 @@ class Worker:
 
     def _load_store(self, stage: int, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)
-        summed = summed_vars(self.module, stage) if self.group.team is not None else ()
+        kept = kept_sums(self.module, stage)
+        names = {name for call in kept for name in call.types}
+        whole = summed_vars(self.module, stage) if self.group.team is not None else ()
+        summed = SummedGradients([name for name in whole if name not in names], kept, self.exchange.lend)
         grow = not self.setup.retire
         return load_store(self.bundle, self.rank, self.tables, place, device, grow=grow, summed=summed, stage=stage)
 

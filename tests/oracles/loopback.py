@@ -15,7 +15,7 @@ import torch
 from penstock.backends.numpy_backend import NumpyBackend
 from penstock.ir.graph import Module, stage_vars, stepped_vars, summed_vars
 from penstock.runtime.group.group import Team
-from penstock.runtime.state.store import Store
+from penstock.runtime.state.store import Store, SummedGradients
 from penstock.runtime.telemetry.memory_trace import RankTrace
 from penstock.runtime.transport import gloo_wire, sums
 from penstock.runtime.transport.transport import RankTransport
@@ -116,7 +116,7 @@ def _traced(
             mates = members[stage]
             team = Team(mates, mates, "gloo") if len(mates) > 1 else None
             summed = summed_vars(module, stage) if team else []
-            store = store_kind(stage_vars(module, stage), stepped_vars(module), summed=summed)
+            store = store_kind(stage_vars(module, stage), stepped_vars(module), summed=SummedGradients(summed))
             for name, var in store.variables.items():
                 if var.role != "grad":
                     given = np.array(var.init if isinstance(var.init, tuple) else 0.0)

@@ -4,25 +4,40 @@ In: a module in local form, in which every replica holds all variables of its st
 each replica holds a part of the optimiser's state, of gradients from level 2 on, and of weights at level 3:
 
     level   weight             gradient           state              what moves
-    1       f32[512,2048]      f32[512,2048]+dp   f32[512/dp,2048]   U scatters the sum of gradients, works on parts,
-                                                                     and gathers new weights
+    1       f32[512,2048]      f32[512,2048]+dp   f32[512/dp,2048]   AR leaves parts of the sum of gradients, U works on
+                                                                     parts, and gathers new weights
     2       f32[512,2048]      f32[512/dp,2048]   f32[512/dp,2048]   each backward scatters the sum of its gradients
     3       f32[512/dp,2048]   f32[512/dp,2048]   f32[512/dp,2048]   each graph that reads a weight gathers it
 
 Types say it, and collectives follow from them. The dimension is the first one that divides, else the largest, whose
 last parts are padded. Only parameters whose update is elementwise are split: what a product of an update needs, as
-muon's, stays whole, and so do tied weights of several stages. A gradient that norms (N) use is still summed whole by
-`AR`; U takes its part of the sum, and the parameter has level 1. Sums run in the order of ranks.
+muon's, stays whole, and so do tied weights of several stages. Sums run in the order of ranks. N adds up the squares of
+a rank's own parts, and one all_reduce makes them those of all ranks (norms.py). A gradient that N uses in another way
+is summed whole by `AR`; U takes its part of the sum, and the parameter has level 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
-from penstock.ir.action_kinds import SUM
-from penstock.ir.graph import GRAD, PARAM, REPLICAS, STATE, Graph, Module, Namer, Op, Value, Var, summed_vars
+from penstock.ir.action_kinds import NORM_PARTS, PARTS, SUM, UPDATE
+from penstock.ir.collective_calls import part_dim
+from penstock.ir.graph import (
+    GRAD,
+    PARAM,
+    REPLICAS,
+    STATE,
+    Graph,
+    Module,
+    Namer,
+    Op,
+    Value,
+    Var,
+    graph_kind,
+    summed_vars,
+    touching_ops,
+)
 from penstock.ir.ops import OPS, make
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.types import TensorType
@@ -30,6 +45,8 @@ from penstock.passes.sharding.building import LocalWriter
 from penstock.passes.sharding.reshard import own_part
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
+
+from .norms import Square, add_up_once, squares_of
 
 LEVELS = (0, 1, 2, 3)
 _ELEMENTWISE = ("elementwise", "optimizer", "state")
@@ -45,7 +62,7 @@ class ZeroOptions:
 @dataclass(frozen=True, slots=True)
 class _Update:
     """One parameter whose update can run on parts: its variables, the values of the update, and the dimension of the
-    parts. A gradient that is `summed` comes from AR, and has level 1."""
+    parts. A gradient that is `summed` comes whole from AR, and has level 1. `square` is what N makes of it."""
 
     param: str
     grad: str
@@ -54,6 +71,7 @@ class _Update:
     dim: int
     summed: bool
     level: int
+    square: Square | None
 
 
 def zero(module: Module, options: ZeroOptions) -> Module:
@@ -79,6 +97,9 @@ def zero(module: Module, options: ZeroOptions) -> Module:
         for name in graphs:
             if name.startswith(f"s{stage}."):
                 graphs[name] = _Spread(module, graphs[name], stage, updates, namer).run()
+        norm = f"s{stage}.{NORM_PARTS}"
+        if counted_squares := [update.square.result for update in updates if update.square is not None]:
+            graphs[norm] = add_up_once(graphs[norm], counted_squares, namer)
     after = module.but(vars=variables, graphs=graphs)
     after = after.but(schedule=_without_sums(after))
     split = sum(a is not b for a, b in zip(variables.values(), module.vars.values(), strict=True))
@@ -104,7 +125,9 @@ def _updates(module: Module, stage: int, level: int) -> Iterator[_Update]:
     """Yield the parameters of a stage whose update is elementwise, and has a dimension to split."""
     graph = module.stage_graph(stage, "U")
     sums = set(summed_vars(module, stage))
-    elsewhere = _read_elsewhere(module, stage)
+    norm = module.stage_graph(stage, NORM_PARTS)
+    squares = squares_of(norm) if norm is not None else {}
+    used = {op.var for kind in (PARTS, NORM_PARTS) for _, op in touching_ops(module.stage_graph(stage, kind))}
     for ops in _components(graph) if graph is not None else ():
         names = dict.fromkeys(op.var for op in ops if "var" in op.attrs)
         by_role = {role: [n for n in names if module.vars[n].role == role] for role in (PARAM, GRAD, STATE)}
@@ -113,18 +136,14 @@ def _updates(module: Module, stage: int, level: int) -> Iterator[_Update]:
         grad = by_role[GRAD][0]
         if len(names) != sum(map(len, by_role.values())) or any(OPS[op.kind].family not in _ELEMENTWISE for op in ops):
             continue
-        summed = grad in elsewhere
-        dim = _dimension(module.vars[by_role[PARAM][0]].type, module.mesh_of(stage).sizes)
+        dim = part_dim(module.vars[by_role[PARAM][0]].type, module.mesh_of(stage).sizes)
         if dim is None:
             continue
+        square = squares.get(grad)
+        summed = grad in used and square is None
         values = frozenset(v for op in ops for v in (*op.ins, *op.outs) if v.type.rank)
-        yield _Update(by_role[PARAM][0], grad, tuple(by_role[STATE]), values, dim, summed, 1 if summed else level)
-
-
-def _read_elsewhere(module: Module, stage: int) -> set[str]:
-    """Return the variables that graphs beside U and the backward ones use once per batch."""
-    graphs = (module.stage_graph(stage, kind) for kind in ("P", "N"))
-    return {op.var for graph in graphs if graph is not None for op in graph.ops if "var" in op.attrs}
+        at = 1 if summed else level
+        yield _Update(by_role[PARAM][0], grad, tuple(by_role[STATE]), values, dim, summed, at, square)
 
 
 def _components(graph: Graph) -> list[list[Op]]:
@@ -138,19 +157,6 @@ def _components(graph: Graph) -> list[list[Op]]:
         for value in (v for other in parts[number] for v in (*other.ins, *other.outs) if v.type.rank):
             names[value] = number
     return [ops for ops in parts.values() if len({v.type.shape for op in ops for v in (*op.ins, *op.outs)} - {()}) == 1]
-
-
-def _dimension(t: TensorType, sizes: Mapping[str, int]) -> int | None:
-    """Return the dimension that is split over the replicas: the first that divides, else the largest; None where no
-    dimension has an element for each replica."""
-    replicas, local = sizes[REPLICAS], t.local(sizes).dims
-    free = [i for i in range(t.rank) if not t.axes_of(i)]
-    parts = [prod(sizes.get(axis, 1) for axis in t.axes_of(i)) * replicas for i in range(t.rank)]
-    even = [i for i in range(t.rank) if t.dims[i] and t.dims[i] % parts[i] == 0 and t.blocks_of(i) == 1]
-    if even:
-        return min(even, key=lambda i: (i not in free, i))
-    large = [i for i in free if local[i] >= replicas]
-    return max(large, key=lambda i: local[i], default=None)
 
 
 def _laid(variables: Mapping[str, Var], update: _Update) -> dict[str, Var]:
@@ -176,22 +182,29 @@ class _Spread:
         self.graph, self.namer = graph, namer
         self.sizes = module.mesh_of(stage).sizes
         self.b = LocalWriter(namer, self.sizes)
-        self.updating = graph.name == f"s{stage}.U"
+        self.kind = graph_kind(graph.name)
+        # Graphs that work on parts, after the sums of a batch.
+        self.on_parts = self.kind in (NORM_PARTS, UPDATE)
         self.by_var = {name: u for u in updates for name in (u.param, u.grad, *u.states)}
-        self.by_value = {v: u for u in self.by_var.values() for v in u.values} if self.updating else {}
+        self.by_value = {v: u for u in updates for v in self._values(u)}
         # Values whose parts stand for them.
         self.parts: dict[Value, Value] = {}
+
+    def _values(self, update: _Update) -> frozenset[Value]:
+        """Return the values of the graph that parts stand for."""
+        if self.kind == UPDATE:
+            return update.values
+        return update.square.values if self.kind == NORM_PARTS and update.square is not None else frozenset()
 
     def run(self) -> Graph:
         for op in self.graph.ops:
             self.b.loc = op.loc
             update = self.by_var.get(op.var) if "var" in op.attrs else None
-            if update is not None:
+            if update is not None and not (self.kind == NORM_PARTS and update.square is None):
                 self._touch(op, update)
-            elif self.updating and (mine := next((self.by_value[v] for v in op.outs if v in self.by_value), None)):
-                local = make(
-                    op.kind, [self._part(v, mine) for v in op.ins], [v.name for v in op.outs], op.loc, **op.attrs
-                )
+            elif any(v in self.by_value for v in (*op.ins, *op.outs)):
+                operands = [self.parts.get(v, v) for v in op.ins]
+                local = make(op.kind, operands, [v.name for v in op.outs], op.loc, **op.attrs)
                 self.b.put(local)
                 self.parts |= dict(zip(op.outs, local.outs, strict=True))
             else:
@@ -199,10 +212,6 @@ class _Spread:
         known = {value.name for value in self.graph.ins}
         ins = (*self.graph.ins, *(v for v in self.b.coordinates.values() if v.name not in known))
         return Graph(self.graph.name, ins, self.graph.outs, tuple(self.b.ops), self.graph.saved)
-
-    def _part(self, value: Value, update: _Update) -> Value:
-        """Return a rank's part of an operand; scalars are whole."""
-        return self.parts.get(value, value) if value in update.values else value
 
     def _touch(self, op: Op, update: _Update) -> None:
         """Write an operation on a variable of an update."""
@@ -224,22 +233,19 @@ class _Spread:
         (whole,) = op.outs
         if held_in_parts:
             small = _smaller(whole.type, update.dim, self.sizes[REPLICAS])
-            name = whole.name if self.updating else self.namer.fresh(f"{whole.name}.part")
+            name = whole.name if self.on_parts else self.namer.fresh(f"{whole.name}.part")
             held = Value(name, small)
             self.b.put(Op(op.kind, (), (held,), op.attrs, op.loc))
-            if self.updating:
+            if self.on_parts:
                 self.parts[whole] = held
             else:
                 self._gathered(held, whole, update, whole.name)
-        elif not self.updating:
+        elif not self.on_parts:
             self.b.put(op)
         else:
             held = Value(self.namer.fresh(f"{whole.name}.whole"), whole.type)
             self.b.put(Op(op.kind, (), (held,), op.attrs, op.loc))
-            if op.kind == "take" and not update.summed:
-                self.parts[whole] = self._scattered(held, update, whole.name)
-            else:
-                self.parts[whole] = own_part(self.b, held, update.dim, (REPLICAS,))
+            self.parts[whole] = own_part(self.b, held, update.dim, (REPLICAS,))
 
     def _scattered(self, value: Value, update: _Update, name: str) -> Value:
         """Write the sum of the replicas' values, of which each gets its part."""

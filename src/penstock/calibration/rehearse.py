@@ -108,6 +108,9 @@ class _SilentGroup:
     def done(self, turn: int, blocks: Round) -> None:
         pass
 
+    def lend(self, nbytes: int) -> None:
+        pass
+
 
 class _Silent:
     """A stand-in for a transport: sends go nowhere, and receives return at once."""

@@ -7,21 +7,22 @@ import itertools
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from penstock.backends.registry import backend_of
-from penstock.ir.collective_calls import calls_of, group_of, groups_of, sent_bytes
-from penstock.ir.graph import Graph, Mesh, Module, Stage, Value, signature
+from penstock.ir.collective_calls import calls_of, group_of, groups_of, kept_parts, kept_slices, kept_sums, sent_bytes
+from penstock.ir.graph import GRAD, Graph, Mesh, Module, Op, Stage, Value, Var, signature
 from penstock.ir.interpreter.collectives import COLLECTIVES
 from penstock.ir.ops import make
 from penstock.ir.schedule import Action
 from penstock.ir.text import parse_module
 from penstock.ir.types import TensorType, numpy_dtype
 from penstock.runtime.group.group import RankGroup, join_store
-from penstock.runtime.state.store import as_array
+from penstock.runtime.state.store import Store, SummedGradients, as_array
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.library_group import LibraryGroup
@@ -144,6 +145,50 @@ def every_kind(rank, group, axes, near):
     group.gather("end", b"")
 
 
+def keep_parts(rank, group, members, near, reach=0):
+    """AR leaves each member the sums of its parts, in the order of ranks, and touches nothing else; the sums of two
+    batches are under way at once. `reach`: the part that is looked at is that of another member."""
+    shapes = {"f32": ((7, 3), (1, 5), (4,), (64, 65)), "bf16": ((6, 2),), "f64": ((5,),)}
+    names = {f"{dtype}.{i}": TensorType(dtype, s) for dtype, listed in shapes.items() for i, s in enumerate(listed)}
+    variables = {
+        name: Var(name, t.laid((), ("dp",)), GRAD, stage=0, versions=2, init="zeros") for name, t in names.items()
+    }
+    adding = [Op("accum", (Value(f"of.{name}", t),), (), {"var": name}) for name, t in names.items()]
+    meeting = _one_sum("dp").ops
+    ins = tuple(v for op in (*adding, *meeting) for v in op.ins)
+    graph = Graph("s0.B", ins, meeting[0].outs, (*adding, *meeting))
+    module = mesh_module((("dp", members),), graph).but(vars=variables)
+    exchange = Member(module, rank, group, near).exchange
+    calls = kept_sums(module, 0)
+    local = {name: replace(var, type=names[name]) for name, var in variables.items()}
+    store = Store(local, (), summed=SummedGradients(kept=calls, lend=exchange.lend))
+    drawn = lambda batch, place, number, t: (  # noqa: E731
+        np.random.default_rng([batch, place, number]).standard_normal(t.dims).astype(numpy_dtype(t.dtype))
+    )
+    for batch in (0, 1, 2, 3):
+        for number, (name, t) in enumerate(names.items()):
+            store.gradients[name][batch % 2].copy_(tensor(drawn(batch, rank, number, t)))
+        exchange.enter(Action("AR", 0, batch))
+        for call, gradients in store.kept(batch):
+            exchange.begin(call, gradients, gradients)
+        for ready in (batch - 1, batch) if batch % 2 else ():
+            for call, _ in store.kept(ready):
+                exchange.wait(call)
+            for number, part in enumerate(kept_parts(module, 0)):
+                name, t = part.op.ins[0].name, part.op.ins[0].type
+                own = kept_slices(part, (rank + reach) % members, members)
+                mine = drawn(ready, rank, list(names).index(name), t)
+                expected_sum = mine[own].astype("f4" if t.dtype == "bf16" else mine.dtype) * 0
+                for place in range(members):
+                    expected_sum += drawn(ready, place, list(names).index(name), t)[own].astype(expected_sum.dtype)
+                mine[own] = expected_sum.astype(mine.dtype)
+                assert as_array(store.gradients[name][ready % 2]).tobytes() == mine.tobytes(), (name, number)
+    sent = sum(sent_bytes(call.op, members) for call in kept_parts(module, 0))
+    assert exchange.sent == 4 * sent
+    assert {call.key in exchange._lent for call in calls} == {near}
+    group.gather("end", b"")
+
+
 def speak(scenario, rank, world, port, log, arguments):
     """Run a scenario as one rank; what it says, and its error, go to a file."""
     with open(log, "w", buffering=1) as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -219,8 +264,8 @@ def by_library(rank, group, axes):
     group.gather("end", b"")
 
 
-def _one_sum():
-    op = make("all_reduce", [Value("p", TensorType("f32", (4,)))], ["y"], over="tp")
+def _one_sum(over="tp"):
+    op = make("all_reduce", [Value("p", TensorType("f32", (4,)))], ["y"], over=over)
     return Graph("s0.F", op.ins, op.outs, (op,))
 
 

@@ -44,6 +44,19 @@ def meet(tmp_path):
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("members", [2, 3])
+def test_each_rank_keeps_its_parts_of_sums(members, near, meet):
+    codes, said, _ = meet("keep_parts", members, members, near)
+    assert codes == [0] * members, said
+
+
+def test_control_the_parts_of_another_rank_are_no_sums(meet):
+    codes, said, _ = meet("keep_parts", 2, 2, True, 1)
+    assert codes == [1, 1], said
+    assert all("AssertionError" in text for text in said)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize(
     "axes",
     [(("tp", 2),), (("tp", 3),), (("dp", 2), ("tp", 2))],

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from penstock.inspection.views.gantt import svg_gantt
 from penstock.ir.action_kinds import ACTION_KINDS, DROP, FORWARD, LET_GO, SUM
+from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
 from penstock.passes.simulator.forecast import Forecast
@@ -88,7 +89,9 @@ def _drops(module: Module, action: Action) -> str:
 def _sums(module: Module, action: Action) -> str:
     grads = summed_vars(module, action.stage)
     total = sum(module.vars[name].type.nbytes for name in grads)
-    return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}"
+    kept = len(kept_parts(module, action.stage))
+    parts = f"; of {kept} of these each rank keeps its part" if kept else ""
+    return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}{parts}"
 
 
 def _sends(module: Module, action: Action) -> str:

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.ir.collective_calls import calls_of, sent_bytes
-from penstock.ir.graph import GRAD, PARAM, STATE, Module
+from penstock.ir.collective_calls import calls_of, kept_parts, sent_bytes
+from penstock.ir.graph import GRAD, NORM, PARAM, STATE, Module
 from penstock.ir.interpreter.recurrence import InterpretedRun
 from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.ops import make
+from penstock.ir.schedule import Program, Schedule
 from penstock.ir.verify.verifier import check
 from penstock.support.errors import UsageError
 
@@ -35,10 +36,16 @@ def model() -> ps.Model:
 
 @cache
 def planned(
-    level: int, mesh: str = "dp=2", stages: int = 1, schedule: str = "1f1b", count: int = 4, clip: float = 0.0
+    level: int,
+    mesh: str = "dp=2",
+    stages: int = 1,
+    schedule: str = "1f1b",
+    count: int = 4,
+    clip: float = 0.0,
+    precision: str = "f32",
 ) -> Module:
     devices = stages * int(np.prod([int(part.partition("=")[2]) for part in mesh.split(",")]))
-    training = ps.Training("cross_entropy", ps.AdamW(lr=1e-2), count, clip=clip)
+    training = ps.Training("cross_entropy", ps.AdamW(lr=1e-2), count, clip=clip, precision=precision)
     shard = ("preset:megatron",) if "tp" in mesh else ()
     return ps.plan(
         model(),
@@ -84,13 +91,13 @@ def test_level_one_is_level_zero_to_the_last_bit(schedule: str, stages: int) -> 
 
 
 def moved(module: Module) -> int:
-    """Return the bytes that a rank sends in collectives of a batch."""
+    """Return the bytes that a rank sends in collectives of a batch, and in its AR."""
     counts = {"F": 1, "B": 1, "W": 1, "U": 1, "N": 1, "P": 1}
     replicas = module.mesh_of(0).sizes["dp"]
     return sum(
         sent_bytes(call.op, replicas) * counts[name.rpartition(".")[2]]
         for name, graph in module.graphs.items()
-        for call in calls_of(graph)
+        for call in (*calls_of(graph), *(kept_parts(module, 0) if name == "s0.U" else ()))
     )
 
 
@@ -126,11 +133,41 @@ def test_levels_with_stages_and_tensors_split_besides(level: int, schedule: str)
     np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_clipping_by_the_norm_is_level_zero_to_the_last_bit(level: int) -> None:
-    plain, split = (planned(n, stages=2, clip=0.1) for n in (0, level))
-    assert bytes_of(split, STATE) * 2 == bytes_of(plain, STATE)
-    assert same_losses(split, plain)
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2", "dp=3"])
+def test_norms_count_every_part_once(level: int, mesh: str) -> None:
+    stages, count = (1, 3) if mesh == "dp=3" else (2, 4)
+    plain, split = (planned(n, mesh, stages, count=count, clip=0.1) for n in (0, level))
+    check(split, split.facts)
+    held = [[sum(v.type.nbytes for v in m.vars.values() if "dp" in str(v.type)) for m in (split, plain)]]
+    assert held[0][0] > held[0][1]
+    np.testing.assert_allclose(trained(split).losses, trained(plain).losses, rtol=1e-12)
+    norms = [[values[NORM] for _, values in sorted(trained(m).handed_out.items())] for m in (split, plain)]
+    np.testing.assert_allclose(*norms, rtol=1e-12)
+    assert min(norms[0]) > 0.1, "nothing is clipped"
+
+
+def test_squares_of_other_replicas_are_missed() -> None:
+    module = planned(1, clip=0.1)
+    graph = module.graphs["s0.N"]
+    (total,) = [op for op in graph.ops if op.kind == "all_reduce"]
+    own = make("add", (*total.ins, *total.ins), [total.outs[0].name])
+    spoilt = module.with_graph(replace(graph, ops=tuple(own if op is total else op for op in graph.ops)))
+    wrong, right = (trained(m).handed_out[0][NORM] for m in (spoilt, planned(0, clip=0.1)))
+    assert abs(wrong - right) > 1e-3 * right
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_loss_scale_keeps_parts(schedule: str) -> None:
+    whole, parts = [], []
+    for level in (0, 1, 2, 3):
+        module = planned(level, schedule=schedule, stages=2, precision="f16")
+        (whole if level == 0 else parts).append(trained(module).losses)
+        assert any(
+            "+dp" in str(v.type) or "/dp" in str(v.type) for v in module.vars.values() if v.role == GRAD
+        ) == bool(level)
+    for losses in parts:
+        np.testing.assert_allclose(losses, whole[0], rtol=1e-12)
 
 
 def test_parts_of_dimensions_that_do_not_divide_are_padded() -> None:
@@ -148,18 +185,27 @@ def with_parts_swapped(module: Module) -> Module:
     return module.with_graph(replace(graph, ops=(*graph.ops[:at], shift, gather, *graph.ops[at + 1 :])))
 
 
-def without_sum(module: Module) -> Module:
-    """Return the program in which ranks take their own gradients, for one parameter."""
+def with_another_part(module: Module) -> Module:
+    """Return the program in which the update takes a part of a sum that AR leaves to another rank."""
     graph = module.graphs["s0.U"]
-    at = next(i for i, op in enumerate(graph.ops) if op.kind == "reduce_scatter")
-    (total,), (part,) = graph.ops[at].ins, graph.ops[at].outs
-    stop = (part.type.dims[0], *total.type.dims[1:])
-    own = make("slice", (total,), [part.name], start=(0,) * total.type.rank, stop=stop, step=(1,) * total.type.rank)
-    return module.with_graph(replace(graph, ops=(*graph.ops[:at], own, *graph.ops[at + 1 :])))
+    at = next(i for i, op in enumerate(graph.ops) if op.kind == "gather" and "total" in op.ins[0].name)
+    first = make("const", (), ["first"], value=0, dtype="i64")
+    gather = graph.ops[at].with_ins((graph.ops[at].ins[0], first.outs[0]))
+    return module.with_graph(replace(graph, ops=(*graph.ops[:at], first, gather, *graph.ops[at + 1 :])))
 
 
-@pytest.mark.parametrize("spoil", [with_parts_swapped, without_sum])
-def test_a_swapped_part_and_a_dropped_sum_are_seen(spoil: Callable[[Module], Module]) -> None:
+def without_sum(module: Module) -> Module:
+    """Return the program without AR, in which ranks take their own gradients."""
+    assert module.schedule is not None
+    ranks = {
+        rank: Program(program.start, tuple(a for a in program.batch if a.kind != "AR"))
+        for rank, program in module.schedule.ranks.items()
+    }
+    return module.but(schedule=Schedule(module.schedule.name, module.schedule.microbatches, ranks))
+
+
+@pytest.mark.parametrize("spoil", [with_parts_swapped, with_another_part, without_sum])
+def test_a_wrong_part_and_a_dropped_sum_are_seen(spoil: Callable[[Module], Module]) -> None:
     assert not same_losses(spoil(planned(1)), planned(0))
 
 
