@@ -11,10 +11,10 @@ all_gather of the sums, which is what a ring sends, too. Of a small one every ra
     all_to_all      (n-1) ceil(operand/n along `split`)
     shift           operand, unless it goes all the way round
 
-Where the type of a gradient ends in `+dp`, AR leaves on each replica of its stage the sum of its own part alone, a
-reduce_scatter with half the bytes of an all_reduce. The part lies where it lies in the whole gradient. The elements
-around it belong to no sum, and only a `take` may see them. Along which dimension parts lie, `part_dim` says for the
-pass `zero`, the interpreter and the runtime.
+Where the type of a gradient ends in `+dp`, AR leaves on each replica of its stage the sum of its own part alone. That
+is a reduce_scatter with half the bytes of an all_reduce. The part lies where it lies in the whole gradient. The
+elements around it belong to no sum, and only a `take` may see them. Along which dimension parts lie, `part_dim` says
+for the pass `zero`, the interpreter and the runtime.
 """
 
 from __future__ import annotations
