@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from penstock.models import write_mlp
 from penstock.planning.facts import sources_of
 from penstock.support.errors import PenstockError, UsageError
 
+MEASURE = local._measured
 RATES = Rates(1, 9e10, 2e10, 8 << 20, 9e10, 2e-7, 3e-6, {"products": 1.02, "elements": 0.3}, {"f32": 9e10})
 SLOWER = Rates(1, 7e10, 1e10, 4 << 20, 5e10, 4e-7, 5e-6, {"products": 0.98, "elements": 0.1}, {"f32": 7e10})
 
@@ -120,6 +122,42 @@ def test_a_measurement_that_fails_is_told(calls: list[tuple[int, int]], monkeypa
     said: list[str] = []
     assert measured_cluster(Cluster.local(2), said.append) == Cluster.local(2)
     assert "rates are assumed: rates: no memory is shared" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("kill -9 $$", "ended with exit code -9"),
+        ("echo a library greets", "it answered with no rates"),
+        ("sleep 60 & echo $! > pid; wait", "did not end within 1 s"),
+    ],
+)
+def test_a_process_that_ends_without_rates_is_told(
+    script: str, said: str, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process that it started does not stay behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "_measured", MEASURE)
+    monkeypatch.setattr(local, "command_of", lambda name: ["sh", "-c", script])
+    monkeypatch.setattr(local, "compile_yardsticks", lambda *given, **how: None)
+    monkeypatch.setattr(local, "_TIMEOUT", 1.0)
+    lines: list[str] = []
+    assert measured_cluster(Cluster.local(2), lines.append) == Cluster.local(2)
+    assert said in lines[-1]
+    if "pid" in script:
+        status = Path(f"/proc/{int((tmp_path / 'pid').read_text())}/stat")
+        deadline = time.monotonic() + 10
+        while is_running(status) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not is_running(status)
+
+
+def is_running(status: Path) -> bool:
+    """A process that ended and that nobody has waited for is not."""
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_plans_say_what_was_measured(

@@ -90,7 +90,10 @@ def import_decoder(decoder: OnnxDecoder, sizes: DecoderSizes) -> dict[int, Impor
             where=decoding.where,
             hint=f"--context {decoder.longest} is the longest",
         )
-    decoding = replace(decoding, attentions=_at_context(decoding, sizes.context))
+    attentions, problems = at_context(decoding.source, decoding.names, decoding.attentions, sizes.context)
+    if problems:
+        raise CannotImport(decoding.where, problems)
+    decoding = replace(decoding, attentions=attentions)
     imported = {tokens: _import(decoding, tokens, sizes) for tokens in sizes.rungs}
     largest = imported[max(imported)]
     for one in imported.values():
@@ -128,19 +131,6 @@ def _attentions(source: OnnxFile, names: DecoderNames) -> dict[str, Attention]:
         problems += interface_problems(source.model.graph, names, attentions.values())
     if problems:
         raise CannotImport(str(source.path), problems)
-    return attentions
-
-
-def _at_context(decoding: Decoding, context: int) -> dict[str, Attention]:
-    """Return the attentions with the windows that they have for texts as long as the context."""
-    attentions, problems = dict[str, Attention](), list[Unimported | str]()
-    for result, attention in decoding.attentions.items():
-        try:
-            attentions[result] = at_context(decoding.source, decoding.names, attention, context)
-        except Refused as error:
-            problems.append(str(error))
-    if problems:
-        raise CannotImport(decoding.where, problems)
     return attentions
 
 

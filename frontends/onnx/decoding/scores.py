@@ -8,6 +8,7 @@ a row has to see the keys up to its own, or the last of these.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,18 @@ class Region:
     shapes: HeadShapes
     sample: LengthSample
     numbers: tuple[float, ...]
+
+    def form(self) -> str:
+        """Return what the part computes, without names: equal for layers that are alike."""
+        numbers = {value: i for i, value in enumerate(self.graph.ins)}
+        rows = []
+        for op in self.graph.ops:
+            held = {n: v for n, v in op.attrs.items() if n != "var"}
+            if op.kind == "read":
+                held["elements"] = hashlib.sha256(np.asarray(self.weights[op.var]).tobytes()).hexdigest()
+            rows.append(f"{op.kind} {[numbers[v] for v in op.ins]} {sorted(held.items())} {[v.type for v in op.outs]}")
+            numbers.update((value, len(numbers)) for value in op.outs)
+        return "\n".join([str([v.type for v in self.graph.ins]), *rows, str([numbers[v] for v in self.graph.outs])])
 
     @property
     def keys(self) -> int:
@@ -90,12 +103,37 @@ def visible_keys(region: Region) -> int:
     return count
 
 
-def _read(region: Region) -> tuple[float, float, int]:
+def check_scores(region: Region, scale: float, cap: float, window: int) -> None:
+    """Compare a region with attention of these numbers. Raise Refused where it is another one."""
+    queries, keys, values = _drawn(region)
+    sample, each = region.sample, region.shapes.heads // region.shapes.key_heads
+    scores = _capped(scale * (queries @ np.repeat(keys, each, axis=0).transpose(0, 2, 1)), cap)
+    scores = np.where(_seen(sample, window), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = shares / shares.sum(-1, keepdims=True) @ np.repeat(values, each, axis=0)
+    if not np.allclose(region(queries, keys, values), expected, _NEAR, _NEAR):
+        raise Refused(f"for {region.keys} keys it sees other ones, or scales otherwise, than for few")
+
+
+def _drawn(region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return drawn queries, keys and values."""
     draw, shapes = np.random.default_rng(_SEED), region.shapes
     queries = draw.standard_normal((shapes.heads, region.sample.tokens, shapes.size))
     keys = draw.standard_normal((shapes.key_heads, region.keys, shapes.size))
-    values = draw.standard_normal((shapes.key_heads, region.keys, shapes.value_size))
-    each = shapes.heads // shapes.key_heads
+    return queries, keys, draw.standard_normal((shapes.key_heads, region.keys, shapes.value_size))
+
+
+def _seen(sample: LengthSample, window: int) -> np.ndarray:
+    """Return which keys each row sees: those up to its own, or the last of these."""
+    at = np.arange(sample.past, sample.past + sample.tokens)[:, None]
+    key = np.arange(sample.past + sample.tokens)
+    seen: np.ndarray = (key <= at) & ((key > at - window) if window else True)
+    return seen
+
+
+def _read(region: Region) -> tuple[float, float, int]:
+    queries, keys, values = _drawn(region)
+    each = region.shapes.heads // region.shapes.key_heads
     products = queries @ np.repeat(keys, each, axis=0).transpose(0, 2, 1)
     shares = region.shares(queries, keys)
     window = _window(shares > _HIDDEN, region.sample)
@@ -112,12 +150,8 @@ def _read(region: Region) -> tuple[float, float, int]:
 
 def _window(visible: np.ndarray, sample: LengthSample) -> int:
     """Return how many keys rows see at most, 0 where they see all up to their own."""
-    at = np.arange(sample.past, sample.past + sample.tokens)[:, None]
-    key = np.arange(visible.shape[-1])
-    count = int(visible.sum(-1).max())
-    for window in (0, count):
-        seen = (key <= at) & ((key > at - window) if window else True)
-        if np.array_equal(visible, np.broadcast_to(seen, visible.shape)):
+    for window in (0, int(visible.sum(-1).max())):
+        if np.array_equal(visible, np.broadcast_to(_seen(sample, window), visible.shape)):
             return window
     raise Refused("rows see other keys than those up to their own, or the last of these")
 

@@ -25,7 +25,10 @@ from penstock.ir.liveness import drop_dead
 
 from .interface import Attention, DecoderNames, HeadShapes, JoinedTensor, WrittenOut, fed_inputs, head_size
 from .lengths import LengthSample, import_at, needed_for
-from .scores import Region, read_scores, visible_keys
+from .scores import Region, check_scores, read_scores, visible_keys
+
+# Rows that are compared at each length.
+_ROWS = 8
 
 
 def read_written(
@@ -72,17 +75,39 @@ def read_written(
     return attentions, problems
 
 
-def at_context(source: OnnxFile, names: DecoderNames, attention: Attention, context: int) -> Attention:
-    """Return an attention with the window that it has for texts as long as the context. Raise Refused where some keys
-    before the last visible one are hidden."""
-    written = attention.written
-    if written is None:
-        return attention
+def at_context(
+    source: OnnxFile, names: DecoderNames, attentions: Mapping[str, Attention], context: int
+) -> tuple[dict[str, Attention], list[str]]:
+    """Return attentions with the windows that they have for texts as long as the context, and problems: those that are
+    others for longer texts than for short ones. Layers that are alike are looked at once."""
+    windows: dict[tuple[object, ...], int] = {}
+    there, problems = dict[str, Attention](), list[str]()
+    for result, attention in attentions.items():
+        if attention.written is None:
+            there[result] = attention
+            continue
+        form = _region(source, names, attention.written, LengthSample(3, 2)).form()
+        key = (form, attention.scale, attention.cap, attention.window)
+        try:
+            if key not in windows:
+                windows[key] = _window_at(source, names, attention, attention.written, context)
+            there[result] = replace(attention, window=windows[key])
+        except Refused as error:
+            problems.append(f"{attention.node}: {error}")
+    return there, problems
+
+
+def _window_at(source: OnnxFile, names: DecoderNames, attention: Attention, written: WrittenOut, context: int) -> int:
     seen = visible_keys(_region(source, names, written, LengthSample(context - 1, 1)))
     window = seen if seen < context else attention.window
     if attention.window and window != attention.window:
-        raise Refused(f"{attention.node} sees {seen} keys of {context}, but {attention.window} of fewer")
-    return replace(attention, window=window)
+        raise Refused(f"a row sees {seen} keys of {context}, but {attention.window} of fewer")
+    lengths = [size for power in range(5, 40) for size in (2**power, 3 * 2 ** (power - 1)) if size < context]
+    for length in (*lengths, context):
+        rows = min(_ROWS, length - 1)
+        region = _region(source, names, written, LengthSample(length - rows, rows))
+        check_scores(region, attention.scale, attention.cap, window)
+    return window
 
 
 def _is_past(name: str, value: onnx.ValueInfoProto, names: DecoderNames) -> bool:

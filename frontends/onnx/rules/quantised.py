@@ -155,7 +155,9 @@ def _qlinear_matmul(n: OnnxNode) -> Result:
     x, y = n.value(0), n.value(3)
     total = _product(n, 0, 2, 3, 5)
     known = _known_scale(n, (1, 4), 6)
-    if known is not None and max(known.ndim, y.type.rank) <= 2:
+    # One for each row of the left operand has a dimension of its own in the result.
+    by_rows = known is not None and n.type(1).size > 1
+    if known is not None and not by_rows and max(known.ndim, y.type.rank) <= 2:
         scale = n.literal(known, "f32")
     else:
         scale = n.emit("mul", _per_row(n, 1, x, -2), _per_row(n, 4, y, -1))

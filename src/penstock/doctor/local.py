@@ -31,7 +31,7 @@ from penstock.runtime.launch.local import loopback_name, thread_environment
 from penstock.support import hardware as machine
 from penstock.support.cache import Cache, cache_folder
 from penstock.support.errors import PenstockError, UsageError
-from penstock.support.helper_processes import failure, outputs, start
+from penstock.support.helper_processes import end, failure, outputs, start
 from penstock.support.processes import command_of
 from penstock.support.processor import processor
 
@@ -111,15 +111,18 @@ def _measured(threads: int, count: int, part: float) -> LocalRates:
         try:
             compile_yardsticks(Path(folder), QUICK, jobs=1)
         except BaseException:
-            running[0].kill()
-            running[0].wait()
+            end(running[0])
             raise
         written = outputs(running, _TIMEOUT)
         if written is None:
             raise PenstockError(f"measuring did not end within {_TIMEOUT:g} s", where="rates")
         if (problem := failure(running, written)) is not None:
-            raise PenstockError(problem.splitlines()[-1], where="rates")
-        return msgspec.json.decode(written[0][0], type=LocalRates)
+            last = problem.splitlines()[-1:] or [f"ended with exit code {running[0].returncode}"]
+            raise PenstockError(last[0], where="rates")
+        try:
+            return msgspec.json.decode(written[0][0], type=LocalRates)
+        except msgspec.DecodeError as error:
+            raise PenstockError(f"it answered with no rates: {error}", where="rates") from error
 
 
 def _with_measured(cluster: Cluster, rates: LocalRates) -> Cluster:

@@ -58,7 +58,6 @@ class _Child:
         except BaseException:
             # Nothing of the parent may run here.
             traceback.print_exc()
-            sys.stderr.flush()
         finally:
             os._exit(code)
 

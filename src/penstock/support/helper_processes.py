@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 Processes = Sequence[subprocess.Popen[bytes]]
 
@@ -12,8 +15,15 @@ def start(
     command: Sequence[str], environment: Mapping[str, str], stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
     """Start a process whose `outputs` are read at its end. It reads nothing; with a pipe, its input ends when they are
-    waited for."""
-    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    waited for. It leads a group of its own, so that processes that it started can be ended with it."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    )
 
 
 def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | None:
@@ -25,8 +35,14 @@ def outputs(running: Processes, timeout: float) -> list[tuple[bytes, bytes]] | N
     finally:
         for process in running:
             if process.poll() is None:
-                process.kill()
-                process.wait()
+                end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def failure(ended: Processes, streams: Sequence[tuple[bytes, bytes]]) -> str | None:

@@ -36,6 +36,9 @@ class WrittenForm:
     ahead: int = 0
     turned_late: bool = False
     squared: bool = False
+    # Rows that see the keys of their own piece of so many; scores that grow from row 48 on.
+    pieces: int = 0
+    stretched: bool = False
 
     @property
     def width(self) -> int:
@@ -98,6 +101,10 @@ class _WrittenLayer(nn.Module):
         seen = (key <= row + form.ahead) & (mask[:, None, :] > 0)
         if form.window:
             seen = seen & (key > row - form.window)
+        if form.pieces:
+            seen = seen & (row // form.pieces == key // form.pieces)
+        if form.stretched:
+            scores = scores * ((row + 1).to(scores.dtype) / 48).clamp(min=1.0)
         if form.added:
             scores = scores + (1.0 - seen.to(scores.dtype)) * torch.finfo(torch.float32).min
         else:

@@ -111,6 +111,16 @@ def test_what_is_no_attention_over_caches_is_refused(form: WrittenForm, said: st
     assert error.value.exit_code == 3
 
 
+@pytest.mark.parametrize("form", [WrittenForm(pieces=48), WrittenForm(stretched=True)], ids=["pieces", "stretched"])
+def test_attention_that_is_another_one_for_long_texts_is_refused(form: WrittenForm, tmp_path: Path):
+    """The control: for a context of fewer positions it is attention."""
+    decoder = open_decoder(write_written(tmp_path / "d.onnx", form), DecoderNames())
+    import_decoder(decoder, replace(SIZES, context=40))
+    for context in (56, 64, 96):
+        with pytest.raises(CannotImport, match=r"for \d+ keys it sees other ones, or scales otherwise, than for few"):
+            import_decoder(decoder, replace(SIZES, context=context))
+
+
 def test_past_keys_that_nothing_takes_are_named(paths, tmp_path: Path):
     model = onnx.load(paths["grouped"])
     extra = model.graph.input.add()

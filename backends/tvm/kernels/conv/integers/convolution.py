@@ -37,7 +37,7 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import VIEWS
 
 from .geometry import tiles_of
-from .packing import BytePacking
+from .packing import BytePacking, running
 
 # Threads share so many parts of the work or more, where there are so many.
 _TASKS = 8
@@ -258,9 +258,8 @@ class _ByteConvolution(BytePacking):
 
     def _spatial(self, outer: tuple[Expr, ...], row: Expr, column: Expr) -> Index:
         """Return the place of an output in its image."""
-        rank = len(self.outs)
         if self.merged:
-            return (*[i32(0)] * (rank - 1), column)
+            return running(self.outs, column)
         if self.dense:
             return unravel(column, self.outs)
         return (*outer, row, column) if self.tiles.by_rows else (*outer, column)

@@ -184,7 +184,7 @@ class BytePacking:
                 if place is not None:
                     index: Index = (*place, column)
                 elif self.body.is_stored(self.x):
-                    index = (*[i32(0)] * (len(sizes) - 1), column)
+                    index = running(sizes, column)
                 else:
                     index = unravel(column, sizes)
                 parts = [self._number((image, first + d, *index)) for d in range(channels)]
@@ -215,3 +215,10 @@ class BytePacking:
                     for d, part in enumerate(parts)
                 ]
             emit.store(self.words, self._joined(parts), base + p)
+
+
+def running(sizes: Sequence[int], number: Expr) -> Index:
+    """Return the place of a position by its number alone, along the last dimension that has more than one: an index of
+    the others is known to be 0."""
+    last = max((i for i, size in enumerate(sizes) if size > 1), default=len(sizes) - 1)
+    return tuple(number if i == last else i32(0) for i in range(len(sizes)))
