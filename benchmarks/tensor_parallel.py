@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -39,6 +38,7 @@ import torch
 from machine import load, markdown, processor, system, versions, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_ranks import TorchRanks
 
 import penstock as ps
 
@@ -199,37 +199,15 @@ def torch_rank(rank: int, port: int, name: str, calls: Any) -> None:
     dist.destroy_process_group()
 
 
-class TorchContender:
+class TorchContender(TorchRanks):
     """Two processes of torch."""
 
-    def __init__(self, name: str, port: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(RANKS)]
-        self.calls = [ours for ours, _ in pipes]
-        self.processes = [
-            context.Process(target=torch_rank, args=(rank, port, name, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self.processes:
-            process.start()
+    def __init__(self, name: str) -> None:
+        super().__init__(torch_rank, RANKS, name)
 
     def run(self, count: int) -> tuple[float, list[float]]:
-        for call in self.calls:
-            call.send(count)
-        answers = []
-        for call in self.calls:
-            if not call.poll(120):
-                raise TimeoutError("torch did not answer within 120 s")
-            answers.append(call.recv())
+        answers = self.ask(count)
         return max(seconds for seconds, _ in answers), answers[0][1]
-
-    def close(self) -> None:
-        for call in self.calls:
-            call.send(None)
-        for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
 
 
 # ------------------------------------------------------------------------------------------------ Penstock
@@ -265,14 +243,6 @@ class PenstockContender:
         self.job.close()
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def measured_cluster() -> ps.Cluster:
     """Measure the devices of the split contenders, both at once."""
     from penstock.doctor.examine import examine
@@ -287,7 +257,7 @@ def measure(name: str, rounds: int, steps: int, cluster: ps.Cluster) -> dict[str
     case, before = CASES[name], load()
     with tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, Any] = {
-            "torch": TorchContender(name, free_port()),
+            "torch": TorchContender(name),
             "penstock": PenstockContender(case, cluster, Path(folder) / "split"),
             "one": PenstockContender(case, replace(cluster, devices=cluster.devices[:1]), Path(folder) / "one"),
             "two": PenstockContender(case, ps.Cluster.local(1, threads=[RANKS]), Path(folder) / "two"),

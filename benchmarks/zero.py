@@ -7,8 +7,8 @@
     parts       levels 2 and 3, and FSDP2 (`fully_shard` of each block), which keeps weights whole between forward and
                 backward (`fsdp2-2`) or not (`fsdp2`)
 
-The model is a decoder like GPT-2 small: 12 blocks, 768 wide, 12 heads, with a vocabulary of 8,192 (`tiny` is one for
-the benchmark's own test). All train it with AdamW in float32 from one set of weights, on two processes of one thread
+The model is a decoder like GPT-2 small: 12 blocks, 768 wide, 12 heads, with a vocabulary of 8,192 (`tiny` shows in a
+minute that all of it runs). All train it with AdamW in float32 from one set of weights, on two processes of one thread
 each, one sequence of 128 tokens per process. The losses of the first steps are compared: exit code 1 where they differ.
 Contenders of a group take turns of some steps each. The figure of a turn is its time per step, that of a contender the
 median of its turns.
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -36,9 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 from machine import load, markdown, processor, system, versions, write_json
-from tensor_parallel import RATE, Decoder, free_port
+from tensor_parallel import RATE, Decoder
 from torch import nn
 from torch.nn import functional as F
+from torch_ranks import TorchRanks
 
 import penstock as ps
 from penstock.ir.graph import STATE
@@ -133,42 +133,20 @@ def torch_rank(rank: int, port: int, way: str, model: str, calls: Any) -> None:
     dist.destroy_process_group()
 
 
-class TorchContender:
+class TorchContender(TorchRanks):
     """Two processes of torch. Both are to be asked, as each knows the loss of its own sequence."""
 
     predicted = 0
 
     def __init__(self, way: str, model: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes, port = [context.Pipe() for _ in range(RANKS)], free_port()
-        self.calls = [ours for ours, _ in pipes]
-        self.processes = [
-            context.Process(target=torch_rank, args=(rank, port, way, model, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self.processes:
-            process.start()
+        super().__init__(torch_rank, RANKS, way, model)
         self.peak = self.state = 0
 
     def run(self, count: int) -> tuple[float, list[float]]:
-        for call in self.calls:
-            call.send(count)
-        answers = []
-        for call in self.calls:
-            if not call.poll(240):
-                raise TimeoutError("torch did not answer within 240 s")
-            answers.append(call.recv())
+        answers = self.ask(count)
         self.peak = max(answer[2] for answer in answers)
         self.state = max(answer[3] for answer in answers)
         return max(answer[0] for answer in answers), np.mean([answer[1] for answer in answers], axis=0).tolist()
-
-    def close(self) -> None:
-        for call in self.calls:
-            call.send(None)
-        for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
 
 
 # ------------------------------------------------------------------------------------------------ Penstock
