@@ -1,7 +1,7 @@
 """The mean loss over a set of samples with the newest weights.
 
-In: an executor between two runs, its pipeline empty; files of samples. Out: a loss for every portion of them, and
-their mean.
+In: the executors of a rank between two runs, its pipeline empty; files of samples. Out: a loss for every portion of
+them, and their mean.
 
 The forward graphs of training serve, so nothing more is compiled. Microbatches go through them with the newest
 version of every weight, nothing is kept for a backward, nothing is written. So the forward may depend on nothing but
@@ -15,6 +15,7 @@ is that of its d samples. The rank that runs microbatch k of a batch runs the k-
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 
 from penstock.ir.action_kinds import DROP, FORWARD
 from penstock.ir.batch_shares import loss_stage, microbatch_size
-from penstock.ir.graph import MICROBATCH, Module
+from penstock.ir.graph import MICROBATCH, Edge, Module
 from penstock.ir.ops import OPS
 from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action, Routes
 from penstock.runtime.data.samples import FileSamples, check_data
@@ -67,8 +68,6 @@ def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
     """List the reasons why a bundle cannot be evaluated between steps."""
     if loss_stage(module) is None:
         return ["the bundle is for inference, there is no loss to evaluate"]
-    if module.packs:
-        return ["its ranks run several stages each: export it, and evaluate a bundle for inference"]
     problems = [] if spec.source != SYNTHETIC else ["noise is nothing to evaluate on: give a file"]
     if spec.last != WRAP or spec.shuffle:
         problems.append("every sample of an evaluation counts once, in order")
@@ -121,24 +120,26 @@ class PortionFeed:
 
 def evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts: InputCuts) -> dict[int, float]:
     """Run this rank's part of an evaluation of `count` samples; return losses by number of portion, where they are
-    computed."""
+    computed. `executor` is that of any stage of the rank."""
     with nullcontext() if executor.ledger is None else executor.ledger.paused():
         return _evaluate(executor, samples, count, cuts)
 
 
 def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts: InputCuts) -> dict[int, float]:
-    module, store, transport = executor.module, executor.store, executor.transport
+    module, transport, stages = executor.module, executor.transport, executor.stages
     size = microbatch_size(module)
     cut = portions(count, size)
-    executor.feed = PortionFeed(samples, cut, size, cuts)
-    sent = frozenset(
-        value.name
-        for edge in module.edges
-        if edge.src == executor.stage and edge.phase == FORWARD
-        for value in edge.values
-    )
+    feed = PortionFeed(samples, cut, size, cuts)
+    for stage in stages.values():
+        stage.feed = feed
+    sent = {
+        stage: frozenset(
+            value.name for edge in _leaving(module, stage) if edge.dst not in stages for value in edge.values
+        )
+        for stage in stages
+    }
     losses: dict[int, torch.Tensor] = {}
-    program = _program(module, executor.rank, executor.stage, len(cut))
+    program = _program(module, executor.rank, len(cut))
     following = next(program, None)
     while following is not None:
         actions, following = following, next(program, None)
@@ -146,13 +147,14 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts:
             transport.post(receive)
         for action in actions:
             executor.status.show(action)
+            stage = stages[action.stage]
             if action.kind == FORWARD:
-                results = executor.compute(FORWARD, action)
-                if executor.is_loss_stage:
+                results = stage.compute(FORWARD, action)
+                if stage.is_loss_stage:
                     losses[action.mb] = results[module.outputs[0]]
-                store.keep_only(action.mb, sent)
+                stage.store.keep_only(action.mb, sent[action.stage])
             else:
-                executor.perform(action)
+                stage.perform(action)
     executor.status.show(None)
     transport.flush()
     # Read in one piece: a GPU would be waited for at each.
@@ -162,24 +164,41 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts:
     return dict(zip(losses, values, strict=True))
 
 
-def _program(module: Module, rank: int, stage: int, count: int) -> Iterator[list[Action]]:
-    """Yield the actions of a rank for each of its portions: no rank waits for a later stage, so none waits for ever."""
+def _leaving(module: Module, stage: int) -> list[Edge]:
+    return [edge for edge in module.edges if edge.src == stage and edge.phase == FORWARD]
+
+
+def _program(module: Module, rank: int, count: int) -> Iterator[list[Action]]:
+    """Yield what a rank does, a list for each portion and stage. All ranks take groups of portions in turn, of a group
+    one stage behind the other, and of a stage one portion behind the other. What comes first in that order waits for
+    nothing behind it, so none waits for ever."""
     assert module.schedule is not None
+    stages = sorted(module.rank_packs()[rank])
+    # As many portions as ranks are on their way before a rank goes on with its next stage, as in training.
+    group = len(module.packs) or 1
     m, runners = module.schedule.microbatches, module.schedule.runners()
     routes = Routes(module.schedule)
-    forward = [edge for edge in module.edges if edge.phase == FORWARD]
-    for mb in range(count):
-        if rank not in runners[stage, mb % m]:
-            continue
-        receives = [
-            Action(RECEIVE_OF[FORWARD], stage, mb, peer=routes.source(rank, FORWARD, edge.src, mb))
-            for edge in forward
-            if edge.dst == stage
-        ]
-        sends = [
-            Action(SEND_OF[FORWARD], stage, mb, peer=peer)
-            for edge in forward
-            if edge.src == stage
-            for peer in routes.targets(rank, FORWARD, stage, edge.dst, mb)
-        ]
-        yield [*receives, Action(FORWARD, stage, mb), *sends, Action(DROP, stage, mb)]
+    for first in range(0, count, group):
+        portions_of_group = range(first, min(count, first + group))
+        for stage, mb in itertools.product(stages, portions_of_group):
+            if rank in runners[stage, mb % m]:
+                yield list(_actions(module, routes, rank, stage, mb))
+
+
+def _actions(module: Module, routes: Routes, rank: int, stage: int, mb: int) -> Iterator[Action]:
+    """Yield what a rank does for a portion on one of its stages. Stages of one rank hand values on without messages."""
+
+    def end(other: int) -> int | None:
+        return other if module.packs else None
+
+    for edge in module.edges:
+        if edge.dst == stage and edge.phase == FORWARD:
+            peer = routes.source(rank, FORWARD, edge.src, mb)
+            if peer != rank:
+                yield Action(RECEIVE_OF[FORWARD], stage, mb, peer=peer, end=end(edge.src))
+    yield Action(FORWARD, stage, mb)
+    for edge in _leaving(module, stage):
+        for peer in routes.targets(rank, FORWARD, stage, edge.dst, mb):
+            if peer != rank:
+                yield Action(SEND_OF[FORWARD], stage, mb, peer=peer, end=end(edge.dst))
+    yield Action(DROP, stage, mb)

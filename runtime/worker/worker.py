@@ -28,7 +28,7 @@ import torch
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.backends.interface import StageProgram, all_rungs
 from penstock.backends.registry import backend_of
-from penstock.ir.batch_shares import fed_to_rank, share_of
+from penstock.ir.batch_shares import fed_to_rank, reports, share_of
 from penstock.ir.collective_calls import groups_of, kept_sums
 from penstock.ir.graph import PARAM, Edge, Module, summed_vars
 from penstock.runtime.checkpoint.saving import Saver
@@ -220,7 +220,7 @@ class Worker:
                 self.reply(self._done(waited), {})
             case Evaluate(samples):
                 losses = evaluate(self.executor, self.evaluation, samples, self.cuts)
-                if self.executor.is_loss_stage:
+                if reports(self.module, self.rank):
                     self.reply(Evaluated(losses), {})
                 self.reply(self._done(), {})
             case FetchParameters():

@@ -71,6 +71,29 @@ def test_packs_train_over_gloo(mlp, tmp_path, monkeypatch):
     assert trained(compiled(mlp, tmp_path / "late", "2bw", 4), 2)[0] != whole[0]
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_packs_are_evaluated_between_steps_as_a_device_per_stage_is(mlp, tmp_path, monkeypatch, schedule):
+    rng, held = np.random.default_rng(3), tmp_path / "held.npz"
+    # Not whole microbatches: 11 samples are two of 4, one of 2 and one of 1.
+    np.savez(held, **{name: rng.standard_normal((11, 8), np.float32) for name in ("x", "labels")})
+    whole = compiled(mlp, tmp_path / "whole", "1f1b", 4)
+    packed = compiled(mlp, tmp_path / "packs", schedule, 2, 2)
+
+    def evaluated(path):
+        found = []
+        with ps.open(path, timeout=60, data="synthetic", eval_data=held) as job:
+            for count in (1, 2):
+                losses = [step.losses for step in job.steps_from_data(count)]
+                found.append((losses, job.evaluate()))
+        return found
+
+    expected = evaluated(whole)
+    assert expected[0][1].loss != expected[1][1].loss  # the control: weights of another step
+    assert evaluated(packed) == expected
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", "0")
+    assert evaluated(packed) == expected
+
+
 def test_checkpoints_of_packs_and_of_single_stages_load_in_each_other(mlp, tmp_path):
     whole = compiled(mlp, tmp_path / "whole", "1f1b", 4)
     packed = compiled(mlp, tmp_path / "packs", "zb-v", 2, 2)
