@@ -205,3 +205,21 @@ def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 1e8 < device.bandwidth < 1e12
     assert 0 < device.shared_overhead < 0.1
     assert 0.01 < dict(device.efficiency)["elements"] < 10
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--stages", "1"), ("--loss", "mse", "--batch", "8"), ("--plan", "plan.toml", "--loss", "mse")],
+    ids=["cut", "searched", "from a file"],
+)
+def test_errors_of_a_model_are_told_before_anything_is_measured(
+    arguments: tuple[str, ...], calls: list[tuple[int, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(tmp_path / "none.onnx"), *arguments]) != 0
+    assert "none.onnx: no such file" in capsys.readouterr().err
+    assert not calls
+    # The control: a model that is there.
+    model = write_mlp(tmp_path / "mlp.onnx", [8, 8, 8], batch=4)
+    if "--plan" not in arguments:
+        assert main(["plan", str(model), *arguments]) == 0
+        assert len(calls) == 1

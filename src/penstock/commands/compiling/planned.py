@@ -80,7 +80,7 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
     )
     if options.hints and not any(devices_settings):
         cluster = _of_model(model, cluster)
-    return plan_family(model, cluster, training, options, feedback)
+    return plan_family(model, _measured(arguments, cluster), training, options, feedback)
 
 
 def _of_decoder(
@@ -105,15 +105,13 @@ def _of_decoder(
     load = load_decoder if arguments.model.startswith(FOLDER_PREFIX) else load_onnx_decoder
     models = load(arguments.model, settings, feedback)
     _report(models[max(models)])
-    return plan_decoder(models, cluster, settings_from(PlanOptions, arguments), feedback)
+    return plan_decoder(models, _measured(arguments, cluster), settings_from(PlanOptions, arguments), feedback)
 
 
 def _of_model(model: Model, cluster: Cluster) -> Cluster:
     """Return as many local devices as the first configuration of the model splits tensors over, if there is one."""
-    from penstock.doctor.local import measured_cluster  # lazy: heavy
-
     sizes = [configuration.devices for configuration in model.imported.hints.configurations.values()]
-    return measured_cluster(type(cluster).local(sizes[0]), say) if sizes else cluster
+    return type(cluster).local(sizes[0]) if sizes else cluster
 
 
 def _report(model: Model) -> None:
@@ -126,14 +124,20 @@ def _cluster(arguments: Namespace) -> Cluster:
 
     if arguments.cluster:
         return Cluster.load(arguments.cluster)
-    from penstock.doctor.local import measured_cluster  # lazy: heavy
-
     if isinstance(arguments.devices, str):
-        return measured_cluster(Cluster.listed(arguments.devices), say)
+        return Cluster.listed(arguments.devices)
     from penstock.passes.sharding.given import parse_mesh  # lazy: heavy
 
     of_stage = prod(parse_mesh(arguments.mesh).values()) if arguments.mesh else arguments.replicas or 1
-    return measured_cluster(Cluster.local(arguments.devices or (arguments.stages or 1) * of_stage), say)
+    return Cluster.local(arguments.devices or (arguments.stages or 1) * of_stage)
+
+
+def _measured(arguments: Namespace, cluster: Cluster) -> Cluster:
+    """Return the cluster with measured rates where no file has any. It takes seconds, so errors of the model and of the
+    arguments are told before."""
+    from penstock.doctor.local import measured_cluster  # lazy: heavy
+
+    return cluster if arguments.cluster else measured_cluster(cluster, say)
 
 
 def _searched(
@@ -168,9 +172,8 @@ def _searched(
             hint="leave --batch out, and give --packs, --microbatches and --devices",
         )
     schedules = {None: SYNCHRONOUS, "auto": TRAINING}.get(arguments.schedule, (arguments.schedule,))
-    return search_file(
-        source, cluster, training, settings_from(SearchOptions, arguments, schedules=schedules), feedback
-    )
+    settings = settings_from(SearchOptions, arguments, schedules=schedules)
+    return search_file(source, _measured(arguments, cluster), training, settings, feedback)
 
 
 def _from_file(
@@ -223,7 +226,7 @@ def _from_file(
     _report(model)
     if training is not None:
         training = replace(training, microbatches=options.microbatches)
-    return plan_model(model, cluster, training, options, feedback)
+    return plan_model(model, _measured(arguments, cluster), training, options, feedback)
 
 
 # ------------------------------------------------------------------------------------------------ training
