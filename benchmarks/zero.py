@@ -43,7 +43,7 @@ from torch_ranks import TorchRanks
 import penstock as ps
 from penstock.ir.graph import STATE
 from penstock.ir.memory.predict import measure_memory
-from penstock.runtime.worker.worker import peak_bytes, resident_bytes
+from penstock.runtime.telemetry.resident import peak_bytes, resident_bytes
 
 RANKS, TOLERANCE = 2, 2e-3
 # Vocabulary, positions, width, heads, layers.

@@ -6,8 +6,8 @@ What is counted, per stage:
                  D; where weight gradients are apart (W), what W takes of it and of B, until W
     boundary     values that came from other stages or go to them, from their receive or computation until they are
                  consumed or sent; what is exchanged once per batch, until the update
-    data         batches of the stage's inputs that wait in host memory; for a stage on a GPU, the buffers on the device
-                 that copies and messages go through (passages.py)
+    data         batches of the stage's inputs that wait in host memory, and blocks of collectives (exchanges.py); for a
+                 stage on a GPU, the buffers on the device that copies and messages go through (passages.py)
     workspace    temporaries inside one graph (workspace.py), and blocks that are free at the moment
 After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: the
 runtime does the same.
@@ -33,6 +33,7 @@ from penstock.ir.memo import Derived
 from penstock.ir.schedule import COMPUTE, READERS, SAVERS, Action, Schedule
 
 from .account import BEFORE, Account, Life, Version
+from .exchanges import exchange_bytes
 from .passages import passage_bytes
 from .touches import Accesses
 from .walk import Walk, actions_of
@@ -115,6 +116,7 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work
     # on it.
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
+    data += exchange_bytes(module, rank, stage)
     walk = Walk(module, stage, posts=not _on_gpu(module, rank))
     for _ in walk.follow(a for a in actions_of(module.schedule, rank, BATCHES) if a.stage == stage):
         pass

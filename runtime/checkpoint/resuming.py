@@ -20,17 +20,17 @@ are found by name, so stages, devices and replicas may be others. These may diff
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from penstock.backends.bundle.format import Bundle
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.graph import PARAM, Module, Var, stage_vars, stepped_vars
-from penstock.ir.sharding.tiles import TensorTile, overlaps
+from penstock.ir.sharding.tiles import SharedSlices, TensorTile, overlaps
 from penstock.ir.training.rates import Rate
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import WRAP
@@ -52,6 +52,8 @@ _SCALE = ("loss.scale", "loss.scale.good")
 _COUNTERS = ("step", "updates", *_SCALE)
 # Problems that an error lists.
 _SHOWN = 8
+# Bytes of a file that are mapped at once.
+_MAPPED = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -238,20 +240,60 @@ class Filling(NamedTuple):
 
 def fill_tiles(path: Path, into: Mapping[str, Filling]) -> None:
     """Fill tensors from a safetensors file that was checked, and read no more of it than they take. Padding stays as it
-    is."""
-    if not into:
-        return
+    is. The file is mapped anew now and then: pages of it that were read count as memory of the process."""
+    pieces = [piece for name, filling in into.items() for piece in _pieces(name, filling)]
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name, (tensor, wanted, stored) in into.items():
-                slices = file.get_slice(name)
-                # A file with another shape than its index says shares no slice that could be trusted.
-                if tuple(slices.get_shape()) != stored.shape:
-                    raise VerifyError(f"{name} is {slices.get_shape()}, expected {list(stored.shape)}", where=str(path))
-                for shared in overlaps(stored, wanted):
-                    part = slices[shared.one]
-                    if part.dtype != tensor.dtype:
-                        raise VerifyError(f"{name} is {part.dtype}, expected {tensor.dtype}", where=str(path))
-                    tensor[shared.other].copy_(part)
+        while pieces:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                mapped = 0
+                while pieces and (not mapped or mapped + pieces[0].nbytes <= _MAPPED):
+                    piece = pieces.pop(0)
+                    mapped += piece.nbytes
+                    _copy(file, piece, path)
     except SafetensorError as error:
         raise VerifyError(str(error), where=str(path)) from error
+
+
+class _FilePiece(NamedTuple):
+    """A piece of a tensor in a file: the shape that the file should have, and where the piece is from and goes to."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+    slices: SharedSlices
+    nbytes: int
+
+
+def _pieces(name: str, filling: Filling) -> Iterator[_FilePiece]:
+    """Yield what a tensor takes from a file, in pieces along its first dimension."""
+    tensor, wanted, stored = filling
+    for slices in overlaps(stored, wanted):
+        part = tensor[slices.other]
+        nbytes = part.numel() * part.element_size()
+        parts = list(_cut(slices, -(-nbytes // _MAPPED))) if nbytes > _MAPPED else [slices]
+        for piece in parts:
+            yield _FilePiece(name, stored.shape, tensor, piece, nbytes // len(parts))
+
+
+def _cut(slices: SharedSlices, pieces: int) -> Iterator[SharedSlices]:
+    """Yield slices in so many pieces along the first dimension, or as many as there are elements."""
+    (one, *inner), (other, *others) = slices
+    size = one.stop - one.start
+    step = -(-size // pieces)
+    for at in range(0, size, step):
+        end = min(at + step, size)
+        yield SharedSlices(
+            (slice(one.start + at, one.start + end), *inner), (slice(other.start + at, other.start + end), *others)
+        )
+
+
+def _copy(file: Any, piece: _FilePiece, path: Path) -> None:
+    """Copy a piece from a file."""
+    slices = file.get_slice(piece.name)
+    # A file with another shape than its index says shares no slice that could be trusted.
+    if tuple(slices.get_shape()) != piece.shape:
+        raise VerifyError(f"{piece.name} is {slices.get_shape()}, expected {list(piece.shape)}", where=str(path))
+    part = slices[piece.slices.one]
+    if part.dtype != piece.tensor.dtype:
+        raise VerifyError(f"{piece.name} is {part.dtype}, expected {piece.tensor.dtype}", where=str(path))
+    piece.tensor[piece.slices.other].copy_(part)

@@ -46,10 +46,11 @@ from penstock.runtime.generation.generator import TextGenerator
 from penstock.runtime.messages.control import Arrays
 from penstock.runtime.state.held import hold_weights
 from penstock.runtime.state.store import TORCH_DTYPES, as_array
+from penstock.runtime.telemetry.resident import resident_bytes
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.worker.feeds import number_of
 from penstock.runtime.worker.loading import load_store
-from penstock.runtime.worker.worker import describe_failure, resident_bytes
+from penstock.runtime.worker.worker import describe_failure
 from penstock.support.errors import DoesNotFit
 
 from .requests import RequestPart, SampleLayout, Ticket

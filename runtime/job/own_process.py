@@ -39,7 +39,7 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.store import as_array
-from penstock.runtime.worker.worker import peak_bytes
+from penstock.runtime.telemetry.resident import peak_bytes
 from penstock.support.errors import VerifyError
 
 from .in_process import LoadedModel

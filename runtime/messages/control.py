@@ -201,7 +201,8 @@ class Output(Record, frozen=True):
 
 
 class Done(Record, frozen=True):
-    """The end of a RunCommand, SaveCommand or Stop. `peak_bytes` is the largest resident size of the process so far.
+    """The end of a RunCommand, SaveCommand or Stop. `peak_bytes` is the largest resident size of the process so far,
+    without memory of other ranks that it reads in place.
     `base_bytes` is its size before it had any variable: the interpreter, torch, the back end's libraries and the
     stage's code. `waited` is how many seconds a SaveCommand waited for the one before. `device_bytes` is the most
     memory of the rank's GPU in use, by all processes, at the end of a batch."""

@@ -53,6 +53,11 @@ class Carriers:
             near = {circle.ranks.index(peer): boards[peer] for peer in circle.lines}
             self.groups[circle.ranks] = SharedGroup(board, near, circle.number, place, members, seconds)
 
+    @property
+    def shares(self) -> bool:
+        """Say whether the rank reads memory of others."""
+        return any(isinstance(carrier, SharedGroup) for carrier in self.groups.values())
+
     def close(self) -> None:
         """Release memory and sockets."""
         self._closing.close()

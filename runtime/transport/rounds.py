@@ -168,9 +168,18 @@ class _Cut:
         cut(block, x, self.axis, self.members, member, self.blocks)
 
     def _all(self, x: Array, blocks: Mapping[int, Array]) -> list[Array]:
+        mine = self._own(x)
+        return [mine if i == self.place else blocks[i] for i in range(self.members)]
+
+    def _own(self, x: Array) -> Array:
+        """Return the own part of the operand: where it lies, if that is in one piece."""
+        first, size = self.place * self.shape[self.axis], self.shape[self.axis]
+        if self.blocks == 1 and first + size <= x.shape[self.axis]:
+            part: Array = x[(*(slice(None),) * self.axis, slice(first, first + size))]
+            return part
         mine = np.empty(self.shape, self.dtype)
         cut(mine, x, self.axis, self.members, self.place, self.blocks)
-        return [mine if i == self.place else blocks[i] for i in range(self.members)]
+        return mine
 
 
 class Scatter(_Cut):

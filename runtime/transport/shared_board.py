@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.runtime.messages.status import Deadline
+from penstock.runtime.telemetry.resident import BOARD
 from penstock.support.errors import DoesNotFit
 
 from .rounds import Array, Round, nbytes_of
@@ -74,7 +75,7 @@ class OwnBoard:
 
     def __init__(self) -> None:
         try:
-            self.file = os.memfd_create("penstock-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.file = os.memfd_create(BOARD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.file, _BOARD)
             fcntl.fcntl(self.file, ADD_SEALS, FIXED_SIZE)
         except OSError as error:

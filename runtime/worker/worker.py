@@ -65,6 +65,7 @@ from penstock.runtime.state.packs import PackState
 from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, SummedGradients, as_array
 from penstock.runtime.telemetry.device_memory import device_without_memory
+from penstock.runtime.telemetry.resident import borrowed_bytes, peak_bytes, resident_bytes
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.overdue import Overdue
@@ -139,6 +140,7 @@ class Worker:
         if has_gpus(self.module):
             self._join_gpus(program.device, overdue)
         self.executor = self._executor_of(programs)
+        self.loaded = peak_bytes()
         # The objects that are there stay: looking through them for garbage, again and again, would cost more than the
         # loop.
         gc.collect()
@@ -276,7 +278,9 @@ class Worker:
         self.reply(self._done(), {})
 
     def _done(self, waited: float = 0.0) -> Done:
-        return Done(peak_bytes(), self.base, waited, self.executor.device_memory.most)
+        # What is read at other ranks is theirs, and was read after all that is loaded was there.
+        peak = max(self.loaded, peak_bytes() - (borrowed_bytes() if self.carriers.shares else 0))
+        return Done(peak, self.base, waited, self.executor.device_memory.most)
 
     def _load_store(self, stage: int, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)
@@ -301,25 +305,6 @@ def has_gpus(module: Module) -> bool:
     """Return whether a stage of the module runs on a GPU."""
     cluster = module.cluster
     return cluster is not None and any(cluster.device(name).kind == "cuda" for name in module.rank_devices())
-
-
-def peak_bytes() -> int:
-    """Return the largest resident size of this process; 0 where the system does not say. getrusage would count the
-    parent's before exec."""
-    return _status_bytes("VmHWM")
-
-
-def resident_bytes() -> int:
-    """Return the resident size of this process; 0 where the system does not say."""
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int:
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:")), 0)
 
 
 # ------------------------------------------------------------------------------------------------ the process

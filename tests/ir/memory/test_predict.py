@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.oracles.sharding.local_modules import local_mlp
 
@@ -18,7 +20,10 @@ def test_a_rank_holds_what_a_model_of_its_parts_would(kind: str, stages: int, dp
     split = local_mlp(kind, stages, dp, tp, hidden=hidden).local
     small = local_mlp(kind, stages, dp, 1, hidden=-(-hidden // tp)).local
     rows, expected = measure_memory(split), measure_memory(small)
-    assert rows == {rank: expected[rank // tp] for rank in range(stages * dp * tp)}
+    # Beside that it has blocks of collectives, an operand of f32[3,4] in use and one to spare.
+    for rank, row in rows.items():
+        alike = expected[rank // tp]
+        assert row == replace(alike, data=alike.data + 96, peak=alike.peak + 96)
     whole = measure_memory(local_mlp(kind, stages, dp, 1, hidden=hidden).local)
     assert all(row.weights < whole[rank // tp].weights for rank, row in rows.items())
     for rank in rows:

@@ -127,10 +127,13 @@ def test_parameters_of_all_ranks_are_joined(tmp_path):
 
 
 class Counted:
-    """A safetensors file whose reads are counted; `calls` are those of hashes, too."""
+    """A safetensors file whose reads are counted, in bytes, and how often it is opened."""
+
+    read = opened = 0
 
     def __init__(self, *arguments, **named):
         self.file = safe_open(*arguments, **named)
+        Counted.opened += 1
 
     def __enter__(self):
         self.file.__enter__()
@@ -194,6 +197,22 @@ def test_each_rank_reads_its_own_bytes(tmp_path, monkeypatch, name):
                 )
                 or sum(array.nbytes for array in map_tensors(path).values()) <= own
             )
+
+
+@pytest.mark.parametrize("room", [10_000, 2_000_000])
+def test_no_more_of_a_file_is_mapped_at_once_than_there_is_room_for(tmp_path, monkeypatch, room):
+    place = save(HandBundle(plan(2, ("tp", 2), layouts=big_layouts()), tmp_path / "bundle"), tmp_path / "ckpt")
+    bundle = HandBundle(plan(1, ("tp", 3), layouts=big_layouts()), tmp_path / "again")
+    monkeypatch.setattr(resuming, "safe_open", Counted)
+    monkeypatch.setattr(resuming, "_MAPPED", room)
+    check(bundle, place)
+    files = len(json.loads((place / "index.json").read_text())["files"])
+    for rank in range(bundle.world_size):
+        Counted.read = Counted.opened = 0
+        bundle.load(rank, place)
+        assert Counted.opened >= Counted.read // room
+        # The control: with room for all, each file is opened once.
+        assert (Counted.opened <= files) == (room > Counted.read)
 
 
 # ------------------------------------------------------------------------------------------------ whole tensors

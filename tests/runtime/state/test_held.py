@@ -55,7 +55,7 @@ import gc, sys
 import numpy as np
 import penstock as ps
 from penstock.runtime.state.store import Store
-from penstock.runtime.worker.worker import resident_bytes
+from penstock.runtime.telemetry.resident import resident_bytes
 if sys.argv[2] == "twice":
     Store.let_go = lambda self, name, stand_in: None
 model = ps.load(sys.argv[1])
