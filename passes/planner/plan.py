@@ -72,7 +72,8 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """A plan: `size` samples per microbatch, `count` microbatches per batch."""
+    """A plan: `size` samples per microbatch, `count` microbatches per batch. Under schedules for packs (packed.py) each
+    device has several stages."""
 
     schedule: str
     size: int
@@ -81,7 +82,13 @@ class PipelinePlan:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        return tuple(device for stage in self.stages for device in stage.devices)
+        """The devices in the order of ranks, each once."""
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    @property
+    def packs(self) -> int:
+        """The number of stages on each device, where devices have several; else 1."""
+        return max(1, len(self.stages) // len(self.devices))
 
 
 @dataclass(frozen=True, slots=True)

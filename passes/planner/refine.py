@@ -6,13 +6,13 @@ passes/simulator/simulate.py runs its program against the same costs, and that t
 in every order, one for each stage, with the best cuts by the formulas for that order. Of layouts with replicas it tries
 the best by the formulas. From the fastest of these on it moves cuts by some layers.
 
-Limits: small plans only (`_MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices);
+Limits: small plans only (`MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices);
 microbatches are as large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -20,20 +20,21 @@ from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
 from penstock.passes.schedules.late_updates import sum_late
-from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs, build_schedule
 from penstock.passes.simulator.cores import TURN
 from penstock.passes.simulator.forecast import BATCHES, LOCAL, seat_of
 from penstock.passes.simulator.machine import machine_of
 from penstock.passes.simulator.simulate import simulate, wire_chain
-from penstock.support.errors import VerifyError
+from penstock.support.errors import UsageError, VerifyError
 from penstock.support.hardware import usable_cores
 
 from .chain import Table
 from .cost import judge
-from .plan import PipelinePlan
+from .fleet import Fleet
+from .plan import Judged, PipelinePlan
 from .planner import Outcome, Planner
 
-_MOST_ACTIONS, _MOST_ORDERED = 4000, 4
+MOST_ACTIONS, _MOST_ORDERED = 4000, 4
 # The most times as slow as the best that layouts may be by the formulas, and the number of such layouts. The number of
 # sizes of microbatches that orders are tried with.
 _WITHIN, _MOST_LAYOUTS, _SIZES = 1.5, 12, 2
@@ -56,11 +57,11 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     """Return the best plan near one that the planner found, on some of these devices of the fleet. It is None where it
     is too large to be simulated many times."""
     plan = outcome.plan
-    if plan.count * len(plan.devices) > _MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
+    if plan.count * len(plan.devices) > MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
-    judge_of = _Judge(planner, cluster)
+    judge_of = SimulatedSteps(planner, cluster)
     starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
-    best = min((_moved(start, judge_of) for start in starts[:_STARTS]), key=judge_of.step)
+    best = best_near(starts, judge_of)
     judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
     refined = replace(outcome, plan=best, judged=judged, bound=min(outcome.bound, judged.step))
     return Refined(refined, judge_of.step(best), len(judge_of.known))
@@ -72,7 +73,7 @@ def _others(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Ite
     if len(devices) > _MOST_ORDERED:
         return
     plans = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]
-    plans = [other for other in plans if other.count * len(other.devices) <= _MOST_ACTIONS][:_MOST_LAYOUTS]
+    plans = [other for other in plans if other.count * len(other.devices) <= MOST_ACTIONS][:_MOST_LAYOUTS]
     yield from plans
     sizes = dict.fromkeys(
         other.size for other in (plan, *(other for other in plans if len(other.stages) == len(other.devices)))
@@ -92,7 +93,12 @@ def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) 
                 yield plan
 
 
-def _moved(start: PipelinePlan, judge_of: _Judge) -> PipelinePlan:
+def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps) -> PipelinePlan:
+    """Return the best plan that moving cuts leads to from the first of some plans, which come in order."""
+    return min((_moved(start, judge_of) for start in starts[:_STARTS]), key=judge_of.step)
+
+
+def _moved(start: PipelinePlan, judge_of: SimulatedSteps) -> PipelinePlan:
     """Return the best plan that moving one cut at a time leads to."""
     best = start
     while True:
@@ -112,12 +118,16 @@ def _neighbours(plan: PipelinePlan, table: Table) -> Iterator[PipelinePlan]:
                 yield replace(plan, stages=(*plan.stages[:s], *changed, *plan.stages[s + 2 :]))
 
 
-class _Judge:
+# The reasons that forbid a plan, and its seconds per batch by formulas.
+Checked = Callable[[Table, Fleet, PipelinePlan, int], Judged]
+
+
+class SimulatedSteps:
     """The times of plans by the simulator, each of them once; infinity of those that are illegal, do not fit,
     or came when enough had been simulated."""
 
-    def __init__(self, planner: Planner, cluster: Cluster) -> None:
-        self.planner, self.cluster = planner, cluster
+    def __init__(self, planner: Planner, cluster: Cluster, checked: Checked = judge) -> None:
+        self.planner, self.cluster, self._checked = planner, cluster, checked
         self.known: dict[PipelinePlan, float] = {}
         self._spent = 0
         local_cpus = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
@@ -130,8 +140,9 @@ class _Judge:
         if plan not in self.known:
             if self._spent > _ENOUGH:
                 return float("inf")
-            judged = judge(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base)
-            self._spent += plan.count * len(plan.devices) + (int(judged.step / TURN) if self._takes_turns else 0)
+            judged = self._checked(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base)
+            ranks = max(len(plan.devices), len(plan.stages))
+            self._spent += plan.count * ranks + (int(judged.step / TURN) if self._takes_turns else 0)
             fits = not judged.against
             self.known[plan] = self._simulated(plan) if fits else float("inf")
         return self.known[plan]
@@ -141,15 +152,11 @@ class _Judge:
         devices = [fleet.devices[i] for i in plan.devices]
         names = {rank: device.name for rank, device in enumerate(devices)}
         seats = {rank: seat for rank, name in names.items() if (seat := seat_of(self.cluster, name)) is not None}
-        try:
-            plain = build_schedule(plan.schedule, len(plan.stages), plan.count, [stage.shares for stage in plan.stages])
-        except VerifyError:
+        program = _program(plan)
+        if program is None:
             return float("inf")
-        late = sum_late(plain, SCHEDULES[plan.schedule].delay)
-        if not _reads_what_is_made(late, SCHEDULES[plan.schedule].delay):
-            return float("inf")
-        program = wire_chain(late)
-        parted = SCHEDULES[plan.schedule].splits
+        kind = PACK_SCHEDULES.get(plan.schedule) or SCHEDULES[plan.schedule]
+        parted = kind.splits
 
         def seconds(rank: int, action: Action) -> float:
             stage, device = plan.stages[action.stage], devices[rank]
@@ -172,6 +179,20 @@ class _Judge:
         return simulate(
             program, BATCHES, seconds, nbytes, machine_of(self.cluster, names, seats), reduced=reduced
         ).step_seconds
+
+
+def _program(plan: PipelinePlan) -> Schedule | None:
+    """Return the program of the ranks of a plan with its messages; None where the schedule is none for it."""
+    try:
+        if plan.schedule in PACK_SCHEDULES:
+            packs = PACK_SCHEDULES[plan.schedule].packs(len(plan.devices), plan.packs)
+            return wire_chain(build_packs(plan.schedule, packs, plan.count))
+        plain = build_schedule(plan.schedule, len(plan.stages), plan.count, [stage.shares for stage in plan.stages])
+    except (UsageError, VerifyError):
+        return None
+    delay = SCHEDULES[plan.schedule].delay
+    late = sum_late(plain, delay)
+    return wire_chain(late) if _reads_what_is_made(late, delay) else None
 
 
 def _reads_what_is_made(schedule: Schedule, delay: int) -> bool:

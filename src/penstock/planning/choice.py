@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.passes.planner.argue import PlanChange, Result, counterfactuals
+from penstock.passes.planner.packed import Packed
+from penstock.passes.planner.plan import PipelinePlan
 from penstock.passes.planner.planner import Outcome
 from penstock.passes.planner.profile import Profile
 from penstock.passes.planner.refine import Refined
@@ -20,7 +22,8 @@ class Search:
     passes refused, with the reason. `little` says of devices that they help too little to be used. `refined` is what
     the simulator said of the best plans near the planner's, by schedule. `more_memory` is how many times the memory of
     the devices the formulas were given. `in_bf16` makes the profile of the model in bfloat16, where the plan is in
-    float32.
+    float32. `packs` are the best plans with several stages on a device, by schedule; where one of them was carried out,
+    it is `taken`, and `chosen` is the best plan without.
     """
 
     profile: Profile
@@ -31,6 +34,13 @@ class Search:
     refined: Mapping[str, Refined] = field(default_factory=dict)
     in_bf16: Callable[[], Profile] | None = None
     more_memory: float = 1.0
+    packs: Mapping[str, Packed] = field(default_factory=dict)
+    taken: Packed | None = None
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan that was carried out."""
+        return self.chosen.plan if self.taken is None else self.taken.plan
 
     @cached_property
     def what_if(self) -> list[PlanChange]:
@@ -45,7 +55,7 @@ class Search:
     @property
     def left_out(self) -> list[str]:
         """Devices that the plan does not use."""
-        return [device.name for i, device in enumerate(self.result.fleet.devices) if i not in self.chosen.plan.devices]
+        return [device.name for i, device in enumerate(self.result.fleet.devices) if i not in self.plan.devices]
 
 
 def first_reason(error: str) -> str:

@@ -114,14 +114,14 @@ def _ranks(module: Module, predicted: Predicted) -> Iterator[str]:
     shares = [share for s in module.stages for share in schedule.shares(s.index)]
     rows = [
         [
-            stage,
+            " ".join(map(str, stages)),
             device,
             shares[rank],
             shown_seconds(predicted.busy[rank]),
             f"{predicted.busy[rank] / predicted.pace:.0%}" if predicted.pace else "-",
             *(shown_bytes(memory[rank][c]) for c in columns),
         ]
-        for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
+        for rank, (stages, device) in enumerate(zip(module.rank_packs(), module.rank_devices(), strict=True))
     ]
     yield (
         f"{module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, "
@@ -178,27 +178,30 @@ def argument(search: Search) -> Iterator[str]:
     """Yield the planner's reasons, a line each."""
     chosen, profile, result = search.chosen, search.profile, search.result
     plan = chosen.plan
+    alone = "" if search.taken is None else f"with one stage on a device, under {plan.schedule}, "
     grain = (
         ""
         if len(profile.starts) == profile.operations
         else f" (of {profile.operations} operations, the longest {profile.largest:.1%} of the work)"
     )
     yield (
-        f"planner: {counted(plan.size, 'sample')} per microbatch, {counted(plan.count, 'microbatch')}; chosen over "
+        f"planner: {counted(search.plan.size, 'sample')} per microbatch, "
+        f"{counted(search.plan.count, 'microbatch')}; chosen over "
         f"{counted(len(profile.starts), 'layer')}{grain}"
     )
     if profile.left_out:
         sizes = " or ".join(map(str, profile.left_out))
         yield f"planner: not tried: microbatches of {sizes} samples, with which the model has other operations"
     yield (
-        f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; "
+        f"planner: {alone}{shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; "
         f"{_bound(search)}"
     )
     if (simulated := search.refined.get(plan.schedule)) is not None and simulated.outcome.plan == plan:
         yield (
-            f"planner: the fastest of {counted(simulated.tried, 'plan')} simulated: {shown_seconds(simulated.step)} "
-            "per batch"
+            f"planner: {alone}the fastest of {counted(simulated.tried, 'plan')} simulated: "
+            f"{shown_seconds(simulated.step)} per batch"
         )
+    yield from _packs(search)
     if search.more_memory > 1:
         yield (
             f"planner: its estimates of memory are up to {search.more_memory - 1:.0%} more than the devices have; by "
@@ -219,7 +222,7 @@ def argument(search: Search) -> Iterator[str]:
         )
     yield from (f"planner: {name} helps: {reason}" for name, reason in helping(result.planner, chosen))
     yield from (f"planner: left out: {line}" for line in search.little)
-    if chosen.plan.devices == result.best.plan.devices:
+    if search.plan.devices == result.best.plan.devices:
         yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
     elif others := [name for name in search.left_out if not any(line.startswith(f"{name} ") for line in search.little)]:
         yield f"planner: not used: {', '.join(others)}"
@@ -230,6 +233,24 @@ def argument(search: Search) -> Iterator[str]:
             f"{passed_over(search)}"
         )
     yield from _changes(search, usual)
+
+
+def _packs(search: Search) -> Iterator[str]:
+    """Yield what plans with several stages on a device would take, a line for each schedule, and their price."""
+    names = [device.name for device in search.result.fleet.devices]
+    refined = search.refined.get(search.chosen.plan.schedule)
+    for kind, packed in sorted(search.packs.items(), key=lambda item: item[1].step):
+        line = f"planner: {packed.plan.packs} stages on each device, {kind}: {by_simulation(packed.step)}"
+        if refined is not None and refined.outcome.plan == search.chosen.plan:
+            line += f", {compare(packed.step, refined.step)}"
+        before, after = search.chosen.judged.memory, packed.memory
+        device = max(after, key=lambda i: after[i].activations)
+        if device in before:
+            held = f"{shown_bytes(after[device].activations)} in place of {shown_bytes(before[device].activations)}"
+            line += f"; activations on {names[device]}: {held}"
+        if kind in search.refused:
+            line += f"; it was refused: {first_reason(search.refused[kind])}"
+        yield line
 
 
 def _changes(search: Search, usual: float) -> Iterator[str]:

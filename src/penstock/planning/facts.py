@@ -156,7 +156,22 @@ def planner_facts(search: Search) -> dict[str, Any]:
             if search.refined
             else {}
         ),
+        **({"packs": packs_facts(search)} if search.packs else {}),
         **({"what_if": changed_steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
+    }
+
+
+def packs_facts(search: Search) -> dict[str, Any]:
+    """Return the best plans with several stages on a device: seconds by simulation, and bytes of activations."""
+    names = [device.name for device in search.result.fleet.devices]
+    return {
+        kind: {
+            "stages_on_a_device": packed.plan.packs,
+            "step_s": packed.step,
+            "activations": {names[i]: held.activations for i, held in packed.memory.items()},
+            "taken": packed == search.taken,
+        }
+        for kind, packed in search.packs.items()
     }
 
 

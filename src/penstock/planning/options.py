@@ -130,7 +130,7 @@ class SearchOptions:
         shown="N",
     )
     sizes: Sequence[int | None] = (None,)
-    schedules: Sequence[str] = SYNCHRONOUS
+    schedules: Sequence[str] = (*SYNCHRONOUS, *PACKED)
     recompute: str = shared(PlanOptions, "recompute")
     replicas: int = shared(PlanOptions, "replicas", 0)
     precision: str | None = shared(PlanOptions, "precision")

@@ -230,7 +230,10 @@ def _devices_per_stage(options: PlanOptions) -> int:
 
 
 def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
-    """Return the microbatches of a batch that each device runs, stage by stage."""
+    """Return the microbatches of a batch that each device runs, stage by stage; none are named where a device has
+    several stages, as it runs all."""
+    if options.packs > 1:
+        return ()
     shares: Sequence[Sequence[int]] = options.shares or [
         fair_shares(_rates(cluster, names, options.mesh), options.microbatches) for names in options.devices
     ]

@@ -20,7 +20,7 @@ from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.passes.communicate.wire import WIRES
 from penstock.passes.memory.recompute import MODES
 from penstock.passes.rewrite.precision import PRECISIONS
-from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES
 from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
@@ -56,8 +56,9 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         f"unknown key {key!r}, expected {', '.join((*_READ, *_TOLD))}" for key in content if key not in (*_READ, *_TOLD)
     ]
     problems += [f"{key} is missing" for key in ("schedule", "microbatches", "stages") if key not in content]
-    if content.get("schedule", "1f1b") not in list(SCHEDULES):
-        problems.append(f"schedule {content['schedule']!r} is none of {', '.join(SCHEDULES)}")
+    schedule = content.get("schedule", "1f1b")
+    if schedule not in [*SCHEDULES, *PACK_SCHEDULES]:
+        problems.append(f"schedule {schedule!r} is none of {', '.join([*SCHEDULES, *PACK_SCHEDULES])}")
     if content.get("recompute", "auto") not in MODES:
         problems.append(f"recompute {content['recompute']!r} is none of {', '.join(MODES)}")
     count = content.get("microbatches", 1)
@@ -85,16 +86,17 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
             f"stage {number}: {problem}"
             for problem in _stage_problems(number, stage, count if counts else None, replicas)
         ]
-    problems += _device_problems(stages, devices)
+    packed = schedule in list(PACK_SCHEDULES)
+    problems += _device_problems(stages, devices, packed)
+    problems += _pack_problems(schedule, stages) if packed and not problems else []
     if problems:
         raise UsageError("the plan has problems:" + itemised(problems), where=str(path))
     options = {
-        "schedule": content["schedule"],
+        "schedule": schedule,
         "microbatches": count,
         "recompute": content.get("recompute", "auto"),
         "split_at": [stage["starts_at"] for stage in stages[1:]],
-        "devices": [stage["devices"] for stage in stages],
-        "shares": [stage.get("shares", [count]) for stage in stages],
+        **_placed(stages, count, packed),
     }
     return options | {
         name: content[name] for name in ("precision", "wire", "mesh", "shard", "zero") if name in content
@@ -121,8 +123,41 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _device_problems(stages: list[dict[str, Any]], known: Sequence[str]) -> list[str]:
-    """List devices that are not there, or run two ranks."""
+def _placed(stages: list[dict[str, Any]], count: int, packed: bool) -> dict[str, Any]:
+    """Return the options that say which devices run which stages, and how many microbatches each."""
+    if not packed:
+        return {
+            "devices": [stage["devices"] for stage in stages],
+            "shares": [stage.get("shares", [count]) for stage in stages],
+        }
+    ranks = _ranks_of(stages)
+    return {"devices": [[name] for name in ranks], "packs": len(stages) // len(ranks)}
+
+
+def _ranks_of(stages: list[dict[str, Any]]) -> list[str]:
+    """Return the devices of a plan with packs in the order of ranks."""
+    return list(dict.fromkeys(name for stage in stages for name in stage["devices"]))
+
+
+def _pack_problems(schedule: str, stages: list[dict[str, Any]]) -> list[str]:
+    """List what is wrong with the devices of stages under a schedule for packs: each device has as many stages, dealt
+    in the order of the schedule."""
+    ranks, kind = _ranks_of(stages), PACK_SCHEDULES[schedule]
+    if any(len(stage["devices"]) > 1 for stage in stages):
+        return [f"schedule {schedule} has one device for every stage"]
+    if len(stages) % len(ranks):
+        return [f"{len(stages)} stages cannot be dealt out evenly to {len(ranks)} devices"]
+    packs = kind.packs(len(ranks), len(stages) // len(ranks))
+    wanted = {stage: name for name, dealt in zip(ranks, packs, strict=True) for stage in dealt}
+    return [
+        f"stage {number}: under {schedule} it is on {wanted[number]}, not on {stage['devices'][0]}"
+        for number, stage in enumerate(stages)
+        if stage["devices"] != [wanted[number]]
+    ]
+
+
+def _device_problems(stages: list[dict[str, Any]], known: Sequence[str], packed: bool) -> list[str]:
+    """List devices that are not there, or run two ranks: only where stages are `packed`, a device may have several."""
     seats: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
         listed = stage.get("devices")
@@ -135,7 +170,7 @@ def _device_problems(stages: list[dict[str, Any]], known: Sequence[str]) -> list
         if name and name not in known
     ]
     for name, numbers in seats.items():
-        if len(numbers) > 1:
+        if len(numbers) > 1 and not (packed and len(set(numbers)) == len(numbers)):
             where = (
                 f"stages {', '.join(map(str, dict.fromkeys(numbers)))}"
                 if len(set(numbers)) > 1

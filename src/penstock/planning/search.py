@@ -4,23 +4,28 @@ In: a way to load the model at any size of a microbatch, a cluster, training set
 with the `Search` that led to it: what every schedule could do at best, and why one was not taken.
 
 The planner works on a chain of layers with formulas (passes/planner). The plan that is best by these, and those near
-it, are simulated (passes/planner/refine.py). The fastest then goes through all passes, which check order, versions and
-memory exactly. Where they refuse a choice, the next best is tried (tries.py), and the reason is reported.
+it, are simulated (passes/planner/refine.py), and so are plans with several stages on each of their devices
+(passes/planner/packed.py). The fastest then goes through all passes, which check order, versions and memory exactly.
+Where they refuse a choice, the next best is tried (tries.py), and the reason is reported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from penstock.calibration.corrections import best_prices
 from penstock.frontends.training import Training
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.schedule_names import PACKED, SYNCHRONOUS
 from penstock.passes.planner.argue import Result, plan_chain
 from penstock.passes.planner.fleet import fleet_of
+from penstock.passes.planner.packed import Packed, pack
 from penstock.passes.planner.plan import PipelinePlan as Chosen
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Outcome
@@ -89,8 +94,13 @@ def _smaller_size(source: ModelFile, cluster: Cluster, training: Training, optio
             # A size without a plan is not proposed; the error of the first search is the one that is reported.
             return ""
         assert plan.search is not None
-        return flag_for("--dim", name, plan.search.chosen.plan.size)
+        return flag_for("--dim", name, plan.search.plan.size)
     return ""
+
+
+# The part of the time by which several stages on a device have to be faster to be taken: they need more memory, more
+# messages, and code for more graphs.
+WORTH = 0.02
 
 
 @dataclass
@@ -112,9 +122,9 @@ class _Searching:
         options, cluster = self.options, self.cluster
         profile = self._profile(options.precision, sorted(self.models), self.feedback)
         sizes = profile.chain.sizes
-        wanted = PlanRequest(
-            options.batch, tuple(options.schedules), options.recompute, sizes, replicas=options.replicas
-        )
+        alone = tuple(kind for kind in options.schedules if kind not in PACKED)
+        # Plans with a device for every stage give the orders of devices for packs.
+        wanted = PlanRequest(options.batch, alone or SYNCHRONOUS, options.recompute, sizes, replicas=options.replicas)
         fleet, progress = fleet_of(cluster), self.feedback.told(_of_planner).progress
         try:
             result = plan_chain(profile.chain, fleet, wanted, explained=options.explained, progress=progress)
@@ -129,10 +139,53 @@ class _Searching:
             for kind, outcome in result.outcomes.items()
         }
         refined = self._refined(result, spared)
-        outline = Search(profile, result, result.best, {}, refined=refined)
-        if (plan := self._first(outline, tries(result, spared, refined, self.too_large))) is not None:
+        packs = self._packs(result, refined)
+        fastest = min(refined.values(), key=lambda one: one.step) if refined else None
+        chosen = result.best if fastest is None else fastest.outcome
+        outline = Search(profile, result, chosen, {}, refined=refined, packs=packs)
+        worth = math.inf if fastest is None or not alone else fastest.step * (1 - WORTH)
+        if (plan := self._packed(outline, worth)) is not None:
             return plan
+        if alone and (plan := self._first(outline, tries(result, spared, refined, self.too_large))) is not None:
+            return plan
+        if not self.refused:
+            raise DoesNotFit(
+                f"there is no plan of {' or '.join(options.schedules)}",
+                where="planner",
+                hint="several stages on a device need two devices, and microbatches that can be dealt to them; "
+                "--schedule 1f1b has plans",
+            )
         raise _all_refused(self.refused)
+
+    def _packs(self, result: Result, refined: Mapping[str, Refined]) -> dict[str, Packed]:
+        """Return the best plans with several stages on a device, on the devices of plans with one stage on each."""
+        kinds = [kind for kind in self.options.schedules if kind in PACKED]
+        if not kinds:
+            return {}
+        plans = [one.outcome.plan for one in refined.values()]
+        orders = [plan.devices for plan in plans if 1 < len(plan.devices) == len(plan.stages)]
+        if not orders and len(kinds) == len(self.options.schedules):
+            orders = [tuple(range(len(result.fleet)))]
+        return pack(result.planner, self.cluster, kinds, list(dict.fromkeys(orders)))
+
+    def _packed(self, search: Search, worth: float) -> Plan | None:
+        """Return the fastest plan with packs that takes less than `worth` seconds and that the passes accept."""
+        for kind, packed in sorted(search.packs.items(), key=lambda item: item[1].step):
+            if packed.step < worth:
+                try:
+                    plan = self._carried_out(packed.plan, search.profile)
+                except (VerifyError, DoesNotFit) as error:
+                    self.refused.setdefault(kind, error)
+                else:
+                    return replace(plan, search=self._answered(search, search.chosen, taken=packed))
+        return None
+
+    def _answered(self, search: Search, chosen: Outcome, **changes: Any) -> Search:
+        """Return the search with its end: the plan that was chosen, and why others were refused."""
+        reasons = {kind: str(error) for kind, error in self.refused.items()}
+        is_f32 = (self.options.precision or self.training.precision) == "f32"
+        in_bf16 = (lambda: self._profile("bf16", search.profile.chain.sizes)) if is_f32 else None
+        return replace(search, chosen=chosen, refused=reasons, in_bf16=in_bf16, **changes)
 
     def _refined(self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]) -> dict[str, Refined]:
         """Return the best plan of every schedule by simulation, where it is small enough for that."""
@@ -161,29 +214,25 @@ class _Searching:
                 continue
             self.tried.add(outcome.plan)
             try:
-                plan = self._carried_out(outcome, search.profile)
+                plan = self._carried_out(outcome.plan, search.profile)
             except (VerifyError, DoesNotFit) as error:
                 self.refused.setdefault(schedule, error)
                 if isinstance(error, DoesNotFit) and error.excess:
                     self.too_large[outcome.plan] = error
                 continue
-            reasons = {kind: str(error) for kind, error in self.refused.items()}
-            is_f32 = (self.options.precision or self.training.precision) == "f32"
-            in_bf16 = (lambda: self._profile("bf16", search.profile.chain.sizes)) if is_f32 else None
-            return replace(
-                plan, search=replace(search, chosen=outcome, refused=reasons, little=little, in_bf16=in_bf16)
-            )
+            return replace(plan, search=self._answered(search, outcome, little=little))
         return None
 
-    def _carried_out(self, outcome: Outcome, profile: Profile) -> Plan:
+    def _carried_out(self, plan: Chosen, profile: Profile) -> Plan:
         """Run all passes over the chosen plan."""
-        plan, options = outcome.plan, self.options
-        names = [device.name for device in self.cluster.devices]
+        options, names = self.options, [device.name for device in self.cluster.devices]
+        placed = plan.stages[: len(plan.devices)] if plan.packs > 1 else plan.stages
         planned = PlanOptions(
             schedule=plan.schedule,
             split_at=[profile.starts[stage.first] for stage in plan.stages[1:]],
-            devices=[[names[i] for i in stage.devices] for stage in plan.stages],
-            shares=[stage.shares for stage in plan.stages],
+            devices=[[names[i] for i in stage.devices] for stage in placed],
+            shares=() if plan.packs > 1 else [stage.shares for stage in plan.stages],
+            packs=plan.packs,
             recompute=options.recompute,
             precision=options.precision,
             cuda_libraries=options.cuda_libraries,

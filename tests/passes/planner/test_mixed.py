@@ -102,7 +102,7 @@ def test_a_mixed_plan_is_within_a_tenth_of_the_best_of_all_cuts(model: str, monk
     chain, tight = MODELS[model]
     for (name, cluster), schedule in product(clusters(tight), SCHEDULES):
         planner = Planner(chain, fleet_of(cluster), request(schedule))
-        judge_of, outcome = refining._Judge(planner, cluster), planner.best(schedule)
+        judge_of, outcome = refining.SimulatedSteps(planner, cluster), planner.best(schedule)
         best = min(cuts_of(len(chain.layers), schedule), key=judge_of.step)
         assert outcome is not None
         near = refining.refine(planner, cluster, outcome, range(2))

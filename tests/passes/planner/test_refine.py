@@ -13,7 +13,7 @@ from penstock.passes.planner.chain import Amount, Chain, Layer, Times
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Planner
-from penstock.passes.planner.refine import _Judge, refine
+from penstock.passes.planner.refine import SimulatedSteps, refine
 
 LAYERS, MICROBATCHES = 7, 4
 
@@ -63,7 +63,7 @@ def test_what_is_near_the_planners_plan_is_nearly_the_best(schedule: str) -> Non
         planner, cluster = drawn(rng, schedule)
         outcome = planner.best(schedule)
         assert outcome is not None
-        found, judge_of = refine(planner, cluster, outcome, range(len(planner.fleet))), _Judge(planner, cluster)
+        found, judge_of = refine(planner, cluster, outcome, range(len(planner.fleet))), SimulatedSteps(planner, cluster)
         assert found is not None
         best = min(map(judge_of.step, every_plan(planner, schedule)))
         assert judge_of.step(found.outcome.plan) == found.step
@@ -93,7 +93,7 @@ def test_where_replicas_are_allowed_the_plan_is_no_slower(schedule: str) -> None
             assert near is not None
             found.append(near.step)
             assert near.step < float("inf")
-        worse += _Judge(several, cluster).step(outcome.plan) > found[0] * 1.001
+        worse += SimulatedSteps(several, cluster).step(outcome.plan) > found[0] * 1.001
         assert found[1] <= found[0] * 1.03
     assert worse or schedule == "2bw", "the formulas alone do as well: nothing was tried here"
 

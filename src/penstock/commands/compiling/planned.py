@@ -166,12 +166,8 @@ def _searched(
             f"{', '.join(flags)} with --batch: the planner chooses that",
             hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
         )
-    if arguments.schedule in PACKED:
-        raise UsageError(
-            f"--schedule {arguments.schedule} with --batch: the planner puts one stage on a device",
-            hint="leave --batch out, and give --packs, --microbatches and --devices",
-        )
-    schedules = {None: SYNCHRONOUS, "auto": TRAINING}.get(arguments.schedule, (arguments.schedule,))
+    kinds = {None: (*SYNCHRONOUS, *PACKED), "auto": (*TRAINING, *PACKED)}
+    schedules = kinds.get(arguments.schedule, (arguments.schedule,))
     settings = settings_from(SearchOptions, arguments, schedules=schedules)
     return search_file(source, _measured(arguments, cluster), training, settings, feedback)
 
@@ -214,7 +210,8 @@ def _from_file(
         raise UsageError(
             f"--wire {arguments.wire}, but values travel as {options.wire} in the plan", where=arguments.plan
         )
-    if KINDS[options.schedule].trains != (training is not None):
+    trains = options.schedule in PACKED or KINDS[options.schedule].trains
+    if trains != (training is not None):
         what = "is for training, but there is no loss" if training is None else "is for inference, but there is a loss"
         raise UsageError(f"schedule {options.schedule} {what}", where=arguments.plan)
     model = source.loader(feedback)(samples)

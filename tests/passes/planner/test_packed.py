@@ -1,0 +1,167 @@
+"""Plans with several stages on a device: against every plan there is, and against the numbers of the passes."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations, pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from penstock.commands.parser import main
+from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
+from penstock.models import write_mlp
+from penstock.passes.planner.chain import Amount, Chain, Layer, Times
+from penstock.passes.planner.fleet import fleet_of
+from penstock.passes.planner.packed import Packed, judge_packs, pack
+from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
+from penstock.passes.planner.planner import Planner
+from penstock.passes.planner.refine import SimulatedSteps, refine
+from penstock.passes.schedules.schedule import PACK_SCHEDULES
+
+from .test_refine import drawn
+
+
+def even(devices: int, layers: int, count: int, memory: int | None = None) -> tuple[Planner, Cluster]:
+    """Layers of one length on equal devices that are connected for nothing: a forward and a backward take 1 + 2."""
+    each = tuple([1.0] * layers)
+    times = Times(each, tuple([2.0] * layers), each, each, tuple([0.0] * layers))
+    layer = [Layer(f"l{i}", params=4, grads=4, saved=Amount(100), out=Amount(1), back=Amount(1)) for i in range(layers)]
+    spaces = () if memory is None else (("ram", memory),)
+    listed = tuple(
+        Device(f"d{i}", host=f"h{i}", spaces=spaces, message_overhead=0.0, socket_bandwidth=1e18, call_overhead=0.0)
+        for i in range(devices)
+    )
+    cluster = Cluster(listed, classes=(LinkClass("other-host", 1e18, 0.0),))
+    wanted = PlanRequest(count, ("1f1b",), "none", (1,), replicas=1)
+    return Planner(Chain(tuple(layer), timer=lambda *given: times), fleet_of(cluster), wanted), cluster
+
+
+@pytest.mark.parametrize(("d", "m", "each"), [(2, 4, 2), (2, 8, 4), (4, 4, 3), (4, 8, 4)])
+def test_interleaved_divides_the_bubble_where_stages_are_equal(d: int, m: int, each: int) -> None:
+    """m t + (d-1) t / v, where t = 3 layers / d; the best v is the one that divides the layers of a device evenly."""
+    planner, cluster = even(d, d * each, m)
+    found = pack(planner, cluster, ("interleaved",), [tuple(range(d))])["interleaved"]
+    whole = 3.0 * each
+    assert found.plan.packs == each
+    assert found.step == pytest.approx(m * whole + (d - 1) * whole / each)
+    # The control: one stage on a device.
+    outcome = planner.best("1f1b")
+    assert outcome is not None
+    alone = refine(planner, cluster, outcome, range(d))
+    assert alone is not None
+    assert alone.step == pytest.approx((m + d - 1) * whole)
+
+
+def test_activations_are_counted_along_the_program() -> None:
+    """With d = 4 and v = 2 the first device holds 11 microbatches of single stages, where 1f1b holds 4 whole ones."""
+    planner, cluster = even(4, 8, 8)
+    found = pack(planner, cluster, PACK_SCHEDULES.keys(), [(0, 1, 2, 3)])  # type: ignore[arg-type]
+    plan = PipelinePlan("interleaved", 1, 8, tuple(StagePlan(s, s + 1, (s % 4,), (8,)) for s in range(8)))
+    held = judge_packs(planner.table(1), planner.fleet, plan).memory
+    assert [held[d].activations for d in range(4)] == [1100, 900, 700, 500]
+    # zb-v holds at most d whole microbatches.
+    assert max(one.activations for one in found["zb-v"].memory.values()) <= 4 * 200
+    tight = max(one.total for one in held.values())
+    for memory, fits in ((tight, True), (tight - 1, False)):
+        small, _ = even(4, 8, 8, memory)
+        assert (not judge_packs(small.table(1), small.fleet, plan).against) == fits
+
+
+def every_plan(planner: Planner, schedule: str, count: int) -> list[PipelinePlan]:
+    layers, order = len(planner.chain.layers), range(len(planner.fleet))
+    packs = PACK_SCHEDULES[schedule].packs(len(order), 2)
+    at = {stage: device for device, stages in zip(order, packs, strict=True) for stage in stages}
+    return [
+        PipelinePlan(
+            schedule, 1, count, tuple(StagePlan(a, b, (at[s],), (count,)) for s, (a, b) in enumerate(pairwise(ends)))
+        )
+        for cuts in combinations(range(1, layers), len(at) - 1)
+        for ends in [[0, *cuts, layers]]
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_cuts_are_nearly_the_best_of_all(schedule: str) -> None:
+    rng, ratios = Random(7), []
+    for _ in range(8):
+        planner, cluster = drawn(rng, "1f1b")
+        count = planner.wanted.batch
+        order = tuple(range(len(planner.fleet)))
+        found = pack(planner, cluster, (schedule,), [order])
+        judge_of = SimulatedSteps(planner, cluster, judge_packs)
+        steps = [judge_of.step(plan) for plan in every_plan(planner, schedule, count)]
+        packed: Packed = found[schedule]
+        assert packed.step == pytest.approx(judge_of.step(packed.plan))
+        if packed.plan.packs == 2:
+            ratios.append(packed.step / min(steps))
+    assert all(ratio >= 1 - 1e-9 for ratio in ratios)
+    assert len(ratios) >= 5
+    assert sum(ratio < 1.01 for ratio in ratios) >= len(ratios) - 2
+    assert max(ratios) < 1.12
+
+
+def test_there_are_no_packs_on_one_device_or_of_too_few_layers() -> None:
+    planner, cluster = even(2, 3, 4)
+    assert not pack(planner, cluster, ("interleaved", "zb-v"), [(0, 1)])
+    planner, cluster = even(1, 8, 4)
+    assert not pack(planner, cluster, ("interleaved", "zb-v"), [(0,)])
+    # Nine microbatches make no two equal groups for four devices.
+    planner, cluster = even(4, 8, 9)
+    assert "interleaved" not in pack(planner, cluster, ("interleaved",), [(0, 1, 2, 3)])
+
+
+CLUSTER = (
+    "".join(
+        f'[[device]]\nname = "cpu:{i}"\nhost = "h{i}"\nflops = 1e9\nmessage_overhead = "0 us"\n\n' for i in range(2)
+    )
+    + '[links]\nother-host = { bandwidth = "100 GB/s", latency = "0 us" }\n'
+)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict, int]:
+    code = main(["plan", *map(str, arguments), "--json"])
+    out = capsys.readouterr()
+    assert code == 0 or not out.out
+    return (json.loads(out.out) if code == 0 else {"error": out.err}), code
+
+
+def test_the_planner_takes_packs_where_they_are_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cluster = write_mlp(tmp_path / "mlp.onnx", [256] * 17, batch=8), tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    training = ("--loss", "mse", "--batch", 32, "--replicas", 1, "--cluster", cluster)
+    found, code = planned(capsys, model, *training)
+    assert code == 0, found
+    facts = found["planner"]["packs"]
+    [kind] = [kind for kind, row in facts.items() if row["taken"]]
+    assert found["schedule"] == kind
+    assert facts[kind]["step_s"] < 0.98 * min(found["planner"]["simulated"].values())
+    # What was foretold is what the very program takes by simulation, and the passes hold what formulas do.
+    assert found["predicted"]["step_s"] == pytest.approx(facts[kind]["step_s"], rel=0.02)
+    devices = {stage["devices"][0] for stage in found["stages"]}
+    assert len(found["stages"]) == facts[kind]["stages_on_a_device"] * len(devices)
+    # Its plan is carried out again from a file, and the same plan without packs is slower.
+    (tmp_path / "plan.json").write_text(json.dumps(found))
+    again, _ = planned(capsys, model, "--loss", "mse", "--cluster", cluster, "--plan", tmp_path / "plan.json")
+    assert again["stages"] == found["stages"]
+    assert again["predicted"]["step_s"] == found["predicted"]["step_s"]
+    plain, _ = planned(capsys, model, *training, "--schedule", "1f1b")
+    assert "packs" not in plain["planner"]
+    assert plain["predicted"]["step_s"] > found["predicted"]["step_s"]
+    # A file that deals stages otherwise is refused.
+    found["stages"][0]["devices"], found["stages"][1]["devices"] = (found["stages"][i]["devices"] for i in (1, 1))
+    (tmp_path / "plan.json").write_text(json.dumps(found))
+    wrong, code = planned(capsys, model, "--loss", "mse", "--cluster", cluster, "--plan", tmp_path / "plan.json")
+    assert code != 0
+    assert "stage" in wrong["error"]
+
+
+def test_packs_that_are_asked_for_are_planned_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_mlp(tmp_path / "mlp.onnx", [16] * 6, batch=4)
+    found, _ = planned(capsys, model, "--loss", "mse", "--batch", 16, "--devices", 2, "--schedule", "zb-v")
+    assert found["schedule"] == "zb-v"
+    assert [stage["devices"] for stage in found["stages"]] == [["cpu:0"], ["cpu:1"], ["cpu:1"], ["cpu:0"]]
+    none, code = planned(capsys, model, "--loss", "mse", "--batch", 16, "--devices", 1, "--schedule", "zb-v")
+    assert code != 0
+    assert "there is no plan of zb-v" in none["error"]
