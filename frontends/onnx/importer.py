@@ -43,7 +43,7 @@ from .hints import Marks
 from .inference import Promises, contradicts, promised_by_node, promises_of, rounds_up
 from .node import OnnxBuilder, OnnxNode, Rule
 from .report import CannotImport, Findings, contradiction, problem_of, report
-from .rules.quantised import follow_integers, on_integers
+from .rules.dequantised.choose import follow_integers, on_integers
 from .source import OnnxFile, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of, why_without_rule
@@ -363,7 +363,7 @@ class OnnxImporter:
         try:
             rule = self.rule_of(node.proto.domain, node.kind)
             if rule is not None:
-                written = on_integers(node) or rule(node)
+                written = on_integers(node, rule) or rule(node)
                 follow_integers(node)
                 return _all_read(node, written if isinstance(written, list | tuple) else (written,))
             function = definition(node) if standard else None

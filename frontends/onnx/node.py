@@ -11,7 +11,8 @@ makes the node unsupported: nothing of a model is ignored in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from .tensors import (
     OnnxWeight,
     Result,
     ScaledSums,
+    ScaledTerms,
     Scope,
     Tensor,
     TensorList,
@@ -53,7 +55,9 @@ class OnnxBuilder(GraphWriter):
     inputs: dict[Value, str] = field(default_factory=dict)
     # By the names of tensors: what they are in integers.
     dequantised: dict[str, Dequantised] = field(default_factory=dict)
-    scaled: dict[str, ScaledSums] = field(default_factory=dict)
+    scaled: dict[str, ScaledSums | ScaledTerms] = field(default_factory=dict)
+    # By the names of integers: the floats that stand for them, and how.
+    floats: dict[str, tuple[Value, Dequantised]] = field(default_factory=dict)
     _values: dict[str, Value] = field(default_factory=dict)
     _standing: set[Value] = field(default_factory=set)
 
@@ -111,7 +115,7 @@ class OnnxNode(Writer):
         self.opset = scope.opset
         self.wanted = sum(1 for name in proto.output if name)
         self.operands = [scope.find(name) if name else None for name in proto.input]
-        self._integers: Dequantised | ScaledSums | None = None
+        self._integers: Dequantised | ScaledSums | ScaledTerms | None = None
 
     # ------------------------------------------------------------------------------------ operands
 
@@ -254,12 +258,26 @@ class OnnxNode(Writer):
         tensor = self.operands[i] if i < self.count else None
         return self._builder.dequantised.get(tensor.name) if isinstance(tensor, KnownTensor | Value) else None
 
-    def scaled(self, i: int) -> ScaledSums | None:
-        """Return the sums of integers that operand i is a multiple of, if it is."""
+    def scaled(self, i: int) -> ScaledSums | ScaledTerms | None:
+        """Return the integers that operand i is made of by products and sums, if it is."""
         tensor = self.operands[i] if i < self.count else None
         return self._builder.scaled.get(tensor.name) if isinstance(tensor, Value) else None
 
-    def remember(self, integers: Dequantised | ScaledSums) -> None:
+    def floats_of(self, i: int) -> tuple[Value, Dequantised] | None:
+        """Return the floats that stand for the integers of operand i, if some were computed, and how they do."""
+        tensor = self.operands[i] if i < self.count else None
+        return self._builder.floats.get(tensor.name) if isinstance(tensor, Value) else None
+
+    @contextmanager
+    def reading(self, i: int, tensor: Tensor) -> Iterator[None]:
+        """Read another tensor as operand i."""
+        kept, self.operands[i] = self.operands[i], tensor
+        try:
+            yield
+        finally:
+            self.operands[i] = kept
+
+    def remember(self, integers: Dequantised | ScaledSums | ScaledTerms) -> None:
         """Record what the first result is in integers, once it has its name."""
         self._integers = integers
 
@@ -377,7 +395,9 @@ class OnnxNode(Writer):
         if isinstance(first, KnownTensor | Value):
             if isinstance(self._integers, Dequantised):
                 builder.dequantised[first.name] = self._integers
-            elif isinstance(self._integers, ScaledSums):
+                if isinstance(first, Value) and isinstance(integers := self._integers.integers, Value):
+                    builder.floats.setdefault(integers.name, (first, self._integers))
+            elif self._integers is not None:
                 builder.scaled[first.name] = self._integers
 
 

@@ -61,6 +61,14 @@ class ScaledSums:
 
 
 @dataclass(frozen=True)
+class ScaledTerms:
+    """Tensors of bytes with zero points and scales: the sum of what they stand for is a tensor, or its relu is."""
+
+    terms: tuple[tuple[Value, float, float], ...]
+    relu: bool = False
+
+
+@dataclass(frozen=True)
 class TensorList:
     items: tuple[Tensor, ...]
 

@@ -3,7 +3,7 @@ nothing else.
 
 In: stage graphs. Out: the same graphs where every operation except `read` names its kernel. Operations with the same
 name become one kernel. A name that starts with `inline` means that the value has no memory at all: each reader computes
-it (constants, and layout changes, which are index arithmetic). A group is
+it (constants, layout changes, which are index arithmetic, and bytes that become floats: widening.py). A group is
 
   * one operation that has loops (matrix product, convolution, row operation, reduction), or the first of an elementwise
     chain,
@@ -25,7 +25,7 @@ Invariant: kernels can be ordered. An operation joins a group only if no other o
 the group. The same holds for the order of effects on one variable: readers come before the operation that writes it.
 
 Deterministic: decided in the order of operations, without costs. Limit: a value is never computed twice, except
-layouts.
+layouts and floats made of bytes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints
 from penstock.ir.ops.recurrences import find_recurrence
 
 from .groups import SUMS, KernelGroup, can_sweep, passes_by, swept_by
+from .widening import widened_later
 
 _EFFECTS = ("accum", "write", "take")
 _HALVES = ("f16", "bf16")
@@ -139,6 +140,8 @@ class _Fuser:
         self.groups: list[KernelGroup] = []
         self.of: dict[int, KernelGroup] = {}
         self.inlined: dict[Value, Op] = {}
+        both = options.chains and options.layouts
+        self.widened = widened_later(graph.ops, self.makers, self.readers, self.results) if both else frozenset()
         # Recurrences: the group of each of their operations, and layout changes inside of them.
         self.recurrent: dict[int, KernelGroup] = {}
         self.between: set[int] = set()
@@ -271,7 +274,7 @@ class _Fuser:
             return False
         if op.kind == "const":
             return not isinstance(op.attrs["value"], tuple)
-        if op.kind == "iota":
+        if op.kind == "iota" or op.outs[0] in self.widened:
             return True
         if op.kind == "cast" and self.options.layouts:
             return self._is_inline_cast(op)

@@ -10,8 +10,7 @@ Integers of 4 and 2 bits and floats of 8 have no counterpart here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -21,12 +20,10 @@ from penstock.frontends.formulas.layout import axis_of, cut, expand, reshape, tr
 from penstock.frontends.formulas.products import product
 from penstock.frontends.onnx.node import OnnxNode, Result, Rule
 from penstock.frontends.onnx.source import our_dtype
-from penstock.frontends.onnx.tensors import Dequantised, Empty, KnownTensor, ScaledSums, Tensor, TensorList
-from penstock.frontends.onnx.versions import DOMAINS
 from penstock.frontends.writer import Refused
 from penstock.ir.graph import Value
 from penstock.ir.ops.quantised import MOST_TERMS
-from penstock.ir.types import FLOATS, INTS, numpy_dtype
+from penstock.ir.types import FLOATS, INTS
 
 from .neural import kernel_of, window_of
 
@@ -36,7 +33,7 @@ _EXACT = 1 << 24
 _FEW_TERMS = 32
 
 
-def _type_attr(n: OnnxNode, name: str) -> str | None:
+def type_attr(n: OnnxNode, name: str) -> str | None:
     """Read an element type stored as a number. 0 or a missing attribute means the default, None."""
     number = n.int_attr(name)
     try:
@@ -65,7 +62,7 @@ def _along(n: OnnxNode, i: int, x: Value, axis: int, block: int = 0) -> Value:
     return cut(n, reshape(n, spread, (*dims[:axis], blocks * block, *dims[axis + 1 :])), axis, 0, dims[axis])
 
 
-def _saturated(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
+def saturated(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
     """Compute round(x) + zero point, limited to the range of an integer type, in floats that hold it."""
     n.require(dtype in ("i8", "u8", "i16", "u16"), f"element type {dtype} is not one to quantise to")
     y = widened(n, n.emit("round", x))
@@ -77,18 +74,18 @@ def _saturated(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
 def _quantize(n: OnnxNode) -> Result:
     x, axis, block = n.value(), n.int_attr("axis", 1), n.int_attr("block_size")
     n.ignore("saturate")  # concerns 8-bit floats only
-    wanted = _type_attr(n, "output_dtype")
+    wanted = type_attr(n, "output_dtype")
     dtype = n.type(2).dtype if n.has(2) else wanted or "u8"
     n.require(wanted in (None, dtype), f"output_dtype is {wanted}, but the zero point {dtype}")
     scale = _along(n, 1, x, axis, block)
     # As in onnxruntime: 16-bit floats are divided in f32, unless the model asks for less.
-    precision = _type_attr(n, "precision") or ("f64" if scale.type.dtype == "f64" else "f32")
+    precision = type_attr(n, "precision") or ("f64" if scale.type.dtype == "f64" else "f32")
     n.require(precision in FLOATS, f"precision {precision} is no floating-point type")
     zero = _along(n, 2, x, axis, block) if n.has(2) else None
-    return _saturated(n, n.emit("div", n.cast(x, precision), n.cast(scale, precision)), zero, dtype)
+    return saturated(n, n.emit("div", n.cast(x, precision), n.cast(scale, precision)), zero, dtype)
 
 
-def _less_zero(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
+def less_zero(n: OnnxNode, x: Value, zero: Value | None, dtype: str) -> Value:
     wide = n.cast(x, dtype)
     return wide if zero is None else n.emit("sub", wide, n.cast(zero, dtype))
 
@@ -97,9 +94,9 @@ def _dequantize(n: OnnxNode) -> Result:
     x, axis, block = n.value(), n.int_attr("axis", 1), n.int_attr("block_size")
     n.require(x.type.dtype in INTS, f"needs integers, got {x.type}")
     scale = _along(n, 1, x, axis, block)
-    dtype = _type_attr(n, "output_dtype") or scale.type.dtype
+    dtype = type_attr(n, "output_dtype") or scale.type.dtype
     zero = _along(n, 2, x, axis, block) if n.has(2) else None
-    y = n.cast(_less_zero(n, x, zero, "i32"), "f32")
+    y = n.cast(less_zero(n, x, zero, "i32"), "f32")
     return n.cast(n.emit("mul", y, n.cast(scale, "f32")), dtype)
 
 
@@ -120,7 +117,7 @@ def _per_row(n: OnnxNode, i: int, x: Value, axis: int) -> Value:
     return reshape(n, s, (s.type.size, 1)) if axis == -2 else s
 
 
-def _of_bytes(n: OnnxNode, x: Value, y: Value, zero: Value | None, zeros: Value | None) -> Value | None:
+def product_of_bytes(n: OnnxNode, x: Value, y: Value, zero: Value | None, zeros: Value | None) -> Value | None:
     """Write a product of bytes less their zero points.
 
     Return None where `matmul_bytes` has no form for it: a batch of right operands, a zero point for each row, or more
@@ -142,13 +139,13 @@ def _product(n: OnnxNode, a: int, a_zero: int, b: int, b_zero: int) -> Value:
     n.require(x.type.rank > 0 and y.type.rank > 0, f"needs at least one dimension, got {x.type} and {y.type}")
     x_zero = _per_row(n, a_zero, x, -2 if x.type.rank > 1 else -1) if n.has(a_zero) else None
     y_zero = _per_row(n, b_zero, y, -1) if n.has(b_zero) else None
-    of_bytes = _of_bytes(n, x, y, x_zero, y_zero)
+    of_bytes = product_of_bytes(n, x, y, x_zero, y_zero)
     if of_bytes is not None:
         return of_bytes
     if {x.type.dtype, y.type.dtype} <= {"i8", "u8"} and 255 * 255 * x.type.dims[-1] < _EXACT:
-        sums = product(n, _less_zero(n, x, x_zero, "f32"), _less_zero(n, y, y_zero, "f32"))
+        sums = product(n, less_zero(n, x, x_zero, "f32"), less_zero(n, y, y_zero, "f32"))
         return n.cast(sums, "i32")
-    return product(n, _less_zero(n, x, x_zero, "i32"), _less_zero(n, y, y_zero, "i32"))
+    return product(n, less_zero(n, x, x_zero, "i32"), less_zero(n, y, y_zero, "i32"))
 
 
 def _qlinear_matmul(n: OnnxNode) -> Result:
@@ -165,7 +162,7 @@ def _qlinear_matmul(n: OnnxNode) -> Result:
         scale = n.emit("div", scale, reshape(n, out, ()) if out.type.size == 1 else out)
     product = n.emit("mul", n.cast(total, scale.type.dtype), scale)
     zero = n.statistic(7)
-    return _saturated(n, product, reshape(n, zero, ()) if zero.type.size == 1 else zero, n.type(7).dtype)
+    return saturated(n, product, reshape(n, zero, ()) if zero.type.size == 1 else zero, n.type(7).dtype)
 
 
 def _known_scale(n: OnnxNode, factors: Sequence[int], divisor: int) -> np.ndarray | None:
@@ -179,7 +176,7 @@ def _known_scale(n: OnnxNode, factors: Sequence[int], divisor: int) -> np.ndarra
     return np.asarray(np.prod(np.stack(np.broadcast_arrays(*wide)), axis=0, dtype=np.float32) / scale, np.float32)
 
 
-def _windows_of_bytes(n: OnnxNode, x: Value, w: Value, zero: Value | None, zeros: Value | None) -> Value | None:
+def windows_of_bytes(n: OnnxNode, x: Value, w: Value, zero: Value | None, zeros: Value | None) -> Value | None:
     """Write the sums of a convolution of bytes less their zero points.
 
     Return None where `conv_bytes` has no form for it, or few channels would leave most of its kernel's words empty.
@@ -208,15 +205,15 @@ def _convolution(n: OnnxNode, w_at: int, x_zero: int, w_zero: int) -> Value:
     groups = n.int_attr("group", 1)
     n.require(groups > 0, f"{groups} groups")
     zero, zeros = (n.statistic(i) if n.has(i) else None for i in (x_zero, w_zero))
-    if (of_bytes := _windows_of_bytes(n, x, w, zero, zeros)) is not None:
+    if (of_bytes := windows_of_bytes(n, x, w, zero, zeros)) is not None:
         return of_bytes
     dtype = "f32" if 255 * 255 * prod(w.type.dims[1:]) < _EXACT else "f64"
-    data = _less_zero(n, x, _along(n, x_zero, x, 1) if n.has(x_zero) else None, dtype)
-    weight = _less_zero(n, w, _along(n, w_zero, w, 0) if n.has(w_zero) else None, dtype)
+    data = less_zero(n, x, _along(n, x_zero, x, 1) if n.has(x_zero) else None, dtype)
+    weight = less_zero(n, w, _along(n, w_zero, w, 0) if n.has(w_zero) else None, dtype)
     return n.emit("conv", data, weight, groups=groups, **window_of(n, kernel).attrs)
 
 
-def _per_channel(array: np.ndarray, rank: int) -> np.ndarray:
+def per_channel(array: np.ndarray, rank: int) -> np.ndarray:
     """Shape numbers so that they broadcast to the channels of a tensor."""
     return array.reshape(()) if array.size == 1 else array.reshape(1, array.size, *(1,) * (rank - 2))
 
@@ -231,13 +228,13 @@ def _qlinear_conv(n: OnnxNode) -> Result:
         )
     known = _known_scale(n, (1, 4), 6)
     if known is not None:
-        scale = n.literal(_per_channel(known, w.type.rank), "f32")
+        scale = n.literal(per_channel(known, w.type.rank), "f32")
     else:
         x_scale, w_scale, y_scale = (n.statistic(i) for i in (1, 4, 6))
         scale = n.emit("div", n.emit("mul", reshape(n, x_scale, ()), w_scale), reshape(n, y_scale, ()))
         scale = reshape(n, scale, () if scale.type.size == 1 else (1, scale.type.size, *(1,) * (w.type.rank - 2)))
     product = n.emit("mul", n.cast(total, "f32"), scale)
-    return _saturated(n, product, reshape(n, n.statistic(7), ()), n.type(7).dtype)
+    return saturated(n, product, reshape(n, n.statistic(7), ()), n.type(7).dtype)
 
 
 RULES: dict[str, Rule] = {
@@ -250,149 +247,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-# ---------------------------------------------------------------------------------------- floats made of bytes
-
-
-def follow_integers(n: OnnxNode) -> None:
-    """Record what the result of a node is in integers, for the products that read it."""
-    if n.kind == "DequantizeLinear" and not n.int_attr("block_size"):
-        zero = n.operands[2] if n.has(2) else None
-        n.remember(Dequantised(n.operand(0), n.operand(1), zero, n.int_attr("axis", 1)))
-    elif n.kind == "Relu" and (sums := n.scaled(0)) is not None:
-        n.remember(replace(sums, relu=True))
-
-
-def on_integers(n: OnnxNode) -> Result | None:
-    """Write a product of dequantised tensors, or the quantising of one, in integers. None without such a form."""
-    rule = _ON_INTEGERS.get(n.kind)
-    return rule(n) if rule is not None and n.proto.domain in DOMAINS else None
-
-
-def _numbers(n: OnnxNode, tensor: Tensor | None, axis: int, along: int, rank: int) -> np.ndarray | None:
-    """Return known scales or zero points: one, or, if `axis` is dimension `along` of the tensor, one for each entry."""
-    if not isinstance(tensor, KnownTensor):
-        return None
-    array = tensor.array
-    return array.reshape(array.size) if array.size == 1 or (array.ndim == 1 and axis % rank == along) else None
-
-
-def _bytes_of(n: OnnxNode, i: int, along: int | None) -> tuple[Value, np.ndarray, np.ndarray] | None:
-    """Return the bytes behind operand i, their scales and their zero points.
-
-    There is one of each, or one for each entry of dimension `along`. None if it is not made of bytes so.
-    """
-    source = n.dequantised(i)
-    if source is None or isinstance(source.integers, TensorList | Empty) or n.type(i).dtype != "f32":
-        return None
-    if isinstance(source.integers, KnownTensor) and source.integers.array.dtype not in (np.int8, np.uint8):
-        return None
-    kind = n.type_of(source.integers)
-    dtype = kind.dtype
-    if dtype not in ("i8", "u8"):
-        return None
-    at = -1 if along is None else along % kind.rank
-    scale = _numbers(n, source.scale, source.axis, at, kind.rank)
-    zero: np.ndarray | None = np.zeros(1, numpy_dtype(dtype))
-    if source.zero is not None:
-        zero = _numbers(n, source.zero, source.axis, at, kind.rank)
-    if scale is None or zero is None or scale.dtype != np.float32 or not bool((scale > 0).all()):
-        return None
-    return n.value_of(source.integers), scale, zero
-
-
-def _scaled_matrix(n: OnnxNode, *, turned: bool = False) -> ScaledSums | None:
-    x, y = _bytes_of(n, 0, None), _bytes_of(n, 1, 0 if turned else -1)
-    if x is None or y is None or y[0].type.rank != 2:
-        return None
-    right = transpose(n, y[0], (1, 0)) if turned else y[0]
-    sums = _of_bytes(n, x[0], right, *(n.literal(zero, x[0].type.dtype) for zero in (x[2], y[2])))
-    return None if sums is None else ScaledSums(sums, _single(x[1] * y[1]))
-
-
-def _single(array: np.ndarray) -> np.ndarray:
-    return array.reshape(()) if array.size == 1 else array
-
-
-def _biased(n: OnnxNode, scaled: ScaledSums, i: int, shape: Sequence[int]) -> Result:
-    """Add operand i to scaled sums: to the sums if it is made of whole numbers of the same scale."""
-    bias: Value | None = None
-    if n.has(i):
-        source = n.dequantised(i)
-        scale = source.scale if source is not None else None
-        same = (
-            source is not None
-            and isinstance(source.integers, KnownTensor)
-            and source.integers.array.dtype == np.int32
-            and isinstance(scale, KnownTensor)
-            and scale.array.size in (1, scaled.scale.size)
-            and np.allclose(scale.array.reshape(-1), scaled.scale.reshape(-1), rtol=1e-6, atol=0)
-            and (source.zero is None or (isinstance(source.zero, KnownTensor) and not source.zero.array.any()))
-        )
-        if same and source is not None and isinstance(source.integers, KnownTensor):
-            whole = n.literal(source.integers.array.reshape(tuple(shape)), "i32")
-            scaled = replace(scaled, sums=n.emit("add", scaled.sums, whole))
-        else:
-            bias = reshape(n, n.value(i), shape)
-    result = n.emit("mul", n.cast(scaled.sums, "f32"), n.literal(scaled.scale, "f32"))
-    if bias is not None:
-        return n.emit("add", result, bias)
-    n.remember(scaled)
-    return result
-
-
-def _matmul_on_integers(n: OnnxNode) -> Result | None:
-    scaled = _scaled_matrix(n)
-    return None if scaled is None else _biased(n, scaled, 2, ())
-
-
-def _gemm_on_integers(n: OnnxNode) -> Result | None:
-    turned, plain = bool(n.int_attr("transB")), n.float_attr("alpha", 1.0) == n.float_attr("beta", 1.0) == 1.0
-    columns = n.type(1).dims[0 if turned else 1]
-    if n.int_attr("transA") or not plain or (n.has(2) and n.type(2).size != columns):
-        return None
-    scaled = _scaled_matrix(n, turned=turned)
-    return None if scaled is None else _biased(n, scaled, 2, (columns,))
-
-
-def _conv_on_integers(n: OnnxNode) -> Result | None:
-    x, w = _bytes_of(n, 0, None), _bytes_of(n, 1, 0)
-    if x is None or w is None or n.int_attr("group", 1) < 1:
-        return None
-    sums = _windows_of_bytes(n, x[0], w[0], *(n.literal(zero, x[0].type.dtype) for zero in (x[2], w[2])))
-    if sums is None:
-        return None
-    rank = w[0].type.rank
-    scaled = ScaledSums(sums, _per_channel(x[1] * w[1], rank))
-    return _biased(n, scaled, 2, (1, w[0].type.dims[0], *(1,) * (rank - 2)))
-
-
-def _quantize_on_integers(n: OnnxNode) -> Result | None:
-    """Quantise scaled sums by one factor, as QLinearMatMul and QLinearConv do."""
-    scaled, scale = n.scaled(0), n.known(1)
-    if scaled is None or scale is None or scale.size != 1 or scale.dtype != np.float32 or not (scale > 0).all():
-        return None
-    wanted = _type_attr(n, "output_dtype")
-    dtype = n.type(2).dtype if n.has(2) else wanted or "u8"
-    if n.int_attr("block_size") or n.given("precision") or dtype not in ("i8", "u8") or wanted not in (None, dtype):
-        return None
-    if n.has(2) and n.type(2).size != 1:
-        return None
-    n.ignore("saturate", "axis")
-    factor = np.asarray(scaled.scale / scale.reshape(()), np.float32)
-    y = n.emit("mul", n.cast(scaled.sums, "f32"), n.literal(factor, "f32"))
-    if scaled.relu:
-        y = n.emit("relu", y)
-    return _saturated(n, y, reshape(n, n.statistic(2), ()) if n.has(2) else None, dtype)
-
-
-_ON_INTEGERS: dict[str, Callable[[OnnxNode], Result | None]] = {
-    "MatMul": _matmul_on_integers,
-    "Gemm": _gemm_on_integers,
-    "Conv": _conv_on_integers,
-    "QuantizeLinear": _quantize_on_integers,
-}
-
-
 # ---------------------------------------------------------------------------------------- com.microsoft
 
 
@@ -400,7 +254,7 @@ def _real(n: OnnxNode, i: int) -> Value:
     """Dequantise operand i, which its scale and zero point follow."""
     x = n.value(i)
     zero = reshape(n, n.statistic(i + 2), ()) if n.has(i + 2) else None
-    return n.emit("mul", n.cast(_less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(i + 1), ()))
+    return n.emit("mul", n.cast(less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(i + 1), ()))
 
 
 def _requantized(n: OnnxNode, y: Value, at: int, like: int) -> Value:
@@ -410,7 +264,7 @@ def _requantized(n: OnnxNode, y: Value, at: int, like: int) -> Value:
     """
     zero = reshape(n, n.statistic(at + 1), ()) if n.has(at + 1) else None
     dtype = n.type(at + 1).dtype if n.has(at + 1) else n.type(like).dtype
-    return _saturated(n, n.emit("div", y, reshape(n, n.statistic(at), ())), zero, dtype)
+    return saturated(n, n.emit("div", y, reshape(n, n.statistic(at), ())), zero, dtype)
 
 
 def _binary(kind: str) -> Rule:
@@ -461,17 +315,17 @@ def _gemm(n: OnnxNode) -> Result:
     y_zero = _column(n, 5, columns) if n.has(5) else None
     x_zero = reshape(n, n.statistic(2), ()) if n.has(2) else None
     right = transpose(n, y, (1, 0)) if tb else y
-    total = None if ta else _of_bytes(n, x, right, x_zero, y_zero)
+    total = None if ta else product_of_bytes(n, x, right, x_zero, y_zero)
     if total is None:
-        lhs = _less_zero(n, x, x_zero, "i32")
-        total = n.emit("matmul", lhs, _less_zero(n, right, y_zero, "i32"), ta=ta)
+        lhs = less_zero(n, x, x_zero, "i32")
+        total = n.emit("matmul", lhs, less_zero(n, right, y_zero, "i32"), ta=ta)
     total = n.emit("add", total, n.value(6)) if n.has(6) else total
     scale = n.emit("mul", reshape(n, n.statistic(1), ()), n.float_attr("alpha", 1.0))
     scale = n.emit("mul", scale, _column(n, 4, columns))
     if n.has(7):
         scale = n.emit("div", scale, reshape(n, n.statistic(7), ()))
     result = n.emit("mul", n.cast(total, "f32"), scale)
-    return _saturated(n, result, reshape(n, n.statistic(8), ()), n.type(8).dtype) if n.has(8) else result
+    return saturated(n, result, reshape(n, n.statistic(8), ()), n.type(8).dtype) if n.has(8) else result
 
 
 MICROSOFT: dict[str, Rule] = {

@@ -33,6 +33,8 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
+from .pool_lines import emit_max_pool, pools_by_lines
+
 
 def inside_of(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
     """Move positions into the tensor, and return the conditions under which they lay inside."""
@@ -163,6 +165,9 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
 
 
 def emit_pool(body: Body, op: Op) -> None:
+    if pools_by_lines(op):
+        emit_max_pool(body, op)
+        return
     x, y = op.ins[0], op.outs[0]
     attrs = complete_attrs(op)
     kernel, dtype, sizes = ints(attrs["window"]), x.type.dtype, x.type.dims[2:]

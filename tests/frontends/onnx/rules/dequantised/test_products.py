@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.frontends.onnx import Imported, import_onnx
-from penstock.frontends.onnx.rules import quantised
+from penstock.frontends.onnx.rules.dequantised import products
 
-from ..cases import judge, run, write_model
+from ...cases import judge, run, write_model
 
 RNG = np.random.default_rng(3)
 
@@ -123,13 +123,13 @@ def test_results_are_those_of_onnxruntime_but_for_a_step(tmp_path: Path, name: s
 @pytest.mark.parametrize("name", ["matmul", "convolution"])
 def test_a_zero_point_that_is_left_out_is_caught(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, feeds = _model(tmp_path / "mini.onnx", CASES[name])
-    bytes_of = quantised._bytes_of
+    bytes_of = products._bytes_of
 
     def without_zero(*operands: object) -> object:
         source = bytes_of(*operands)  # type: ignore[arg-type]
         return source and (source[0], source[1], source[2] * 0)
 
-    monkeypatch.setattr(quantised, "_bytes_of", without_zero)
+    monkeypatch.setattr(products, "_bytes_of", without_zero)
     (found,), (expected,) = run(import_onnx(path), feeds), judge(path, feeds)
     assert np.abs(np.rint((found - expected) / SY)).max() > 1
 
