@@ -150,6 +150,7 @@ def _emit_pointwise(
             weight=weight,
             place=place,
             op=op,
+            plain=_stored(body, source),
         ),
     )
 

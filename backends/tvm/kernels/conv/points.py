@@ -8,6 +8,10 @@ In: weight and source of out[n, g, o, p] = sum over c of weight[g, o, c] * sourc
       pack the positions  [panel][channel][positions in lanes], read in long runs, together in cache
       for tile of outputs, panel: accumulators [outputs, lanes]; then `Body.finish` on vectors of neighbouring positions
 
+or, where the positions are whole vectors in memory, their channels few and the output small, without packing them:
+
+      for panel, tile of outputs: accumulators [outputs, lanes] from positions where they lie; then `Body.finish`
+
 Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache.
 Parts are as equal as whole panels allow, so that threads which take as many of them take as long. Limit: small images
 leave lanes empty; register_tiles.py has positions of several rows there.
@@ -35,6 +39,9 @@ _PART = 98304
 # Threads share so many parts or a multiple: several for each of a few threads, and where they have the same number, an
 # equal one.
 _TASKS = 8
+# Bytes of a panel of positions that is read where it lies: three quarters of a first-level cache of 32 KiB. Such panels
+# write short pieces of many planes, so the output has to fit the caches that put them together.
+_NEAR, _NEAR_OUT = 24576, 4 << 20
 # The epilogue of a convolution in unrolled code: one instruction for each, as many as norm, residual and relu with the
 # sum saved.
 _CHEAP = ("add", "sub", "mul", "relu", "relu_grad", "reshape")
@@ -55,6 +62,20 @@ class PointProduct:
     weight: Callable[[Expr, Expr, Expr], Expr]
     place: Callable[[Expr, Expr, Expr], Index]
     op: Op
+    # The flat buffer of the source, if it is read from memory as it is.
+    plain: Buffer | None
+
+
+@dataclass(frozen=True)
+class _PointPanel:
+    """A panel of `count` positions from `start` on. Those of a channel lie side by side in `source` from `base` on,
+    channels `pitch` elements apart."""
+
+    source: Buffer
+    base: Expr
+    pitch: int
+    start: Expr
+    count: int
 
 
 def is_light(body: Body) -> bool:
@@ -86,6 +107,15 @@ class _Points:
         )
         self.parts = min(ceil_div(fewest, each) * each, self.panels)
         self.light = is_light(body)
+        self.in_place = self._is_near()
+
+    def _is_near(self) -> bool:
+        """Return whether positions are read where they lie: in whole vectors, from memory and to memory that caches
+        hold."""
+        p, item = self.p, ITEM_BYTES[self.dtype]
+        if p.plain is None or ITEM_BYTES[p.out.type.dtype] != item or p.positions % self.lanes:
+            return False
+        return p.channels * self.width * item <= _NEAR and p.out.type.nbytes <= _NEAR_OUT
 
     def _fill(self, packed: Buffer) -> None:
         p, emit = self.p, self.emit
@@ -112,6 +142,9 @@ class _Points:
         p, emit = self.p, self.emit
         whole, tail = divmod(p.positions, self.width)
         first, last = (emit.bind(tirx.floordiv((part + i) * self.panels, self.parts), "panel") for i in (0, 1))
+        if self.in_place:
+            self._part_in_place(image, group, first, last)
+            return
         size = p.channels * self.width
         packed = emit.alloc(ceil_div(self.panels, self.parts) * size, self.dtype, "bp")
         count = emit.bind(tirx.min(last, whole) - first, "count")
@@ -135,21 +168,41 @@ class _Points:
 
         for o, rows in cover(emit, p.filters, self.rows, "o"):
             with emit.loop(count, SERIAL, "pp") as q, self.body.point():
-                self._tile(image, group, o, rows, packed, q * size, (first + q) * self.width, self.width)
+                start = (first + q) * self.width
+                self._tile(image, group, o, rows, _PointPanel(packed, q * size, self.width, start, self.width))
             if tail:
                 with emit.when(last > whole), self.body.point():
-                    self._tile(image, group, o, rows, packed, count * size, literal(whole * self.width, "i32"), tail)
+                    start = literal(whole * self.width, "i32")
+                    self._tile(image, group, o, rows, _PointPanel(packed, count * size, self.width, start, tail))
 
-    def _tile(
-        self, image: Expr, group: Expr, o: Expr, rows: int, packed: Buffer, base: Expr, start: Expr, count: int
-    ) -> None:
+    def _part_in_place(self, image: Expr, group: Expr, first: Expr, last: Expr) -> None:
+        """Emit all outputs at the positions of the panels from `first` to below `last`, panel by panel."""
+        p, emit = self.p, self.emit
+        whole, tail = divmod(p.positions, self.width)
+        assert p.plain is not None, "positions are read where they lie"
+        base = emit.bind((image * p.groups + group) * (p.channels * p.positions), "base")
+
+        def tiles(start: Expr, count: int) -> None:
+            panel = _PointPanel(p.plain, base + start, p.positions, start, count)
+            for o, rows in cover(emit, p.filters, self.rows, "o"):
+                with self.body.point():
+                    self._tile(image, group, o, rows, panel)
+
+        with emit.loop(tirx.min(last, whole) - first, SERIAL, "pp") as q, self.body.point():
+            tiles(emit.bind((first + q) * self.width, "start"), self.width)
+        if tail:
+            with emit.when(last > whole), self.body.point():
+                tiles(literal(whole * self.width, "i32"), tail)
+
+    def _tile(self, image: Expr, group: Expr, o: Expr, rows: int, panel: _PointPanel) -> None:
         p, emit, lanes = self.p, self.emit, self.lanes
+        start, count = panel.start, panel.count
         spans = range(0, ceil_div(count, lanes) * lanes, lanes)
         width = len(spans) * lanes
         tile = RegisterTile(emit, self.dtype, rows, width, lanes)
         factors = emit.bind((group * p.filters + o) * p.channels, "factors")
         with emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
-            line = tile.line(packed, base + c * self.width)
+            line = tile.line(panel.source, panel.base + c * panel.pitch)
             for i in range(rows):
                 tile.add(i, tirx.BufferLoad(self.weights, [factors + c * rows + i]), line)
         if self.light and count % lanes == 0:
