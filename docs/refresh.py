@@ -398,6 +398,17 @@ def step_accounts() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def matrix_of_levels() -> str:
+    """How the committed cells of schedules, levels, split tensors and recomputation compared."""
+    sys.path += [str(HERE.parent / "benchmarks"), str(HERE.parent / "tests" / "acceptance" / "sharding")]
+    from machine import markdown
+    from matrix import FILE, refusals, table_of
+
+    rows = json.loads(FILE.read_text(encoding="utf-8"))
+    words = [f"Refused, in these words: {text}." for text in refusals(rows)]
+    return "\n".join([markdown(*table_of(rows)), "", *words]) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
     "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
@@ -430,6 +441,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint.format", "DIR/latest", "A checkpoint is"),
     "seeded-bugs": lambda: seeded_bugs(),
     "zero": lambda: zero_levels(),
+    "zero-matrix": matrix_of_levels,
     "walk-wrong-number": lambda: walkthrough("wrong-number"),
     "walk-hang": lambda: walkthrough("hang"),
     "walk-does-not-fit": lambda: walkthrough("does-not-fit"),

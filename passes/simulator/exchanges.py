@@ -170,21 +170,29 @@ def meeting_ranks(module: Module) -> dict[tuple[int, str], tuple[int, ...]]:
 
 
 class Gatherings:
-    """Ranks that wait for each other in front of computations. They run the same actions, so that a position in the
-    program is the same one on all of them. `together` are the ranks of each, by rank and kind."""
+    """Ranks that wait for each other in front of computations. They run the computations of a kind that bring them
+    together in one order, and each as many; other actions may differ, as those of replicas with unequal shares do.
+    `together` are the ranks of each, by rank and kind."""
 
     def __init__(self, together: Mapping[tuple[int, str], tuple[int, ...]]) -> None:
         self._together = together
-        self._standing: dict[tuple[int, int], set[int]] = {}
+        # By rank and kind, the place of the computation that a rank came to last, and how many it came to.
+        self._last: dict[tuple[int, str], tuple[int, int]] = {}
+        # By the first of the ranks, kind and number of the computation: the places of the ranks that are there.
+        self._standing: dict[tuple[int, str, int], dict[int, int]] = {}
 
-    def come(self, rank: int, position: int, kind: str) -> tuple[int, ...] | None:
-        """Accept a rank at a computation. Return None while others have yet to come, else the ranks that wait for
-        it."""
+    def come(self, rank: int, position: int, kind: str) -> Mapping[int, int] | None:
+        """Accept a rank at a computation. Return None while others have yet to come, else the ranks that wait for it,
+        with the places of their programs that they are at."""
         ranks = self._together.get((rank, kind), ())
         if len(ranks) < 2:
-            return ()
-        standing = self._standing.setdefault((ranks[0], position), set())
+            return {}
+        place, number = self._last.get((rank, kind), (-1, 0))
+        if place != position:
+            number += 1
+            self._last[rank, kind] = position, number
+        standing = self._standing.setdefault((ranks[0], kind, number), {})
         if len(standing) == len(ranks):
-            return ()
-        standing.add(rank)
-        return tuple(other for other in ranks if other != rank) if len(standing) == len(ranks) else None
+            return {}
+        standing[rank] = position
+        return {other: at for other, at in standing.items() if other != rank} if len(standing) == len(ranks) else None

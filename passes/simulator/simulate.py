@@ -451,9 +451,9 @@ class _Simulation:
     def _gathered(self, rank: int, position: int, kind: str, now: float) -> bool:
         """Return whether all ranks that run a computation together have come to it. The last one wakes the others."""
         waiting = self.gatherings.come(rank, position, kind)
-        for other in waiting or ():
+        for other, at in (waiting or {}).items():
             if position:
-                self.messages[other, position] = Message(rank, position - 1, now, now, now, now, now)
+                self.messages[other, at] = Message(rank, position - 1, now, now, now, now, now)
             self.push(now, _WAKE, other)
         return waiting is not None
 

@@ -10,6 +10,11 @@ it went through (plan.json). All passes from `partition` on are run again, with 
 precision. Where every stage still has a device, stages keep the devices that they have left, else each device gets a
 stage. Where to cut is searched for again, and shares are dealt again. Checkpoints of the model load under both plans.
 
+With tensors that are split over a mesh, a team of devices takes the place of one device: the product of all axes but
+`dp`. Stages keep what they have left where that makes as many whole teams of each. Else each team gets a stage; where
+devices do not make whole teams, axes become shorter by a common divisor, which may be 1. Levels 2 and 3 of zero need
+equal shares; where shares become unequal, the level becomes 1.
+
 The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use
 for them.
 
@@ -26,13 +31,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from penstock.backends.bundle.format import NAMES, SOURCE, Bundle, Origin, open_bundle
 from penstock.backends.interface import CompileOptions
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.graph import REPLICAS
 from penstock.passes.manager import Call, parse_pipeline, run_passes
+from penstock.passes.partition.devices import Axes, StageDevices, mesh_axes
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import fair_shares
 from penstock.support.errors import PenstockError, UsageError
@@ -50,24 +59,18 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
         raise UsageError(
             "does not have the model before it was cut, so it cannot be planned anew", where=str(bundle.path)
         )
-    cluster = _without(reference.cluster, devices)
-    schedule = bundle.module.schedule
-    assert schedule is not None
-    groups = _groups(bundle, devices)
-    shares = [fair_shares([cluster.device(name).flops for name in names], schedule.microbatches) for names in groups]
-    calls = _calls(pipeline, groups, tuple(share for of_stage in shares for share in of_stage))
-    module = run_passes(reference.but(cluster=cluster), calls, PASSES)
     before = parse_pipeline(pipeline, PASSES)
-    every = [*before[: len(before) - len(calls)], *calls]
+    first = next(i for i, call in enumerate(before) if call.name == "partition")
+    cluster = _without(reference.cluster, devices)
+    placed = _placed(bundle, cluster, mesh_axes(before[first].options.mesh))
+    calls = _changed(before[first:], placed, bundle)
+    module = run_passes(reference.but(cluster=cluster), calls, PASSES)
+    every = [*before[:first], *calls]
     facts = describe_plan(module, reference, every, predict(module))
     weights, origin = bundle.weights(), _origin(bundle)
     content = Content(module, reference, weights, facts, bundle.manifest.source_hash, lambda folder: origin)
     assemble(out, content, bundle.manifest.backend, CompileOptions())
-    used = " ".join("+".join(names) for names in groups)
-    return (
-        f"{counted(len(groups), 'stage')} on {used}, schedule {schedule.name} with "
-        f"{counted(schedule.microbatches, 'microbatch')}"
-    )
+    return _summary(before, every, bundle, placed)
 
 
 def _origin(bundle: Bundle) -> Origin | None:
@@ -84,28 +87,65 @@ def _without(cluster: Cluster, devices: Sequence[str]) -> Cluster:
     return replace(cluster, devices=tuple(cluster.device(name) for name in devices), links=links)
 
 
-def _groups(bundle: Bundle, devices: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the devices of every stage."""
+def _placed(bundle: Bundle, cluster: Cluster, axes: Axes) -> StageDevices:
+    """Return the devices of every stage, and the axes of their meshes. `axes` are those of the plan before."""
+    devices = [device.name for device in cluster.devices]
     stage_of = {entry.device: entry.stage for entry in bundle.manifest.ranks}
     remaining = [tuple(name for name in devices if stage_of[name] == stage.index) for stage in bundle.module.stages]
+    team = tuple((axis, size) for axis, size in axes if axis != REPLICAS)
+    each, sizes = prod(size for _, size in team), {len(names) for names in remaining}
     # The ranks of the plan have to be those of the devices as they are given.
-    if all(remaining) and [name for names in remaining for name in names] == list(devices):
-        return remaining
-    return [(name,) for name in devices]
+    stay = all(remaining) and [name for names in remaining for name in names] == devices
+    if stay and (each == 1 or (len(sizes) == 1 and not len(remaining[0]) % each)):
+        replicas = len(remaining[0]) // each
+        kept = tuple((axis, replicas if axis == REPLICAS else size) for axis, size in axes) if each > 1 else ()
+    else:
+        kept = _shorter(team, len(devices))
+        each = prod(size for _, size in kept)
+        remaining = [tuple(devices[at : at + each]) for at in range(0, len(devices), each)]
+    return StageDevices(tuple(tuple(map(cluster.device, names)) for names in remaining), kept)
 
 
-def _calls(pipeline: str, groups: Sequence[Sequence[str]], shares: tuple[int, ...]) -> list[Call]:
+def _shorter(axes: Axes, devices: int) -> Axes:
+    """Return the axes with divisors of their sizes: the largest teams of which there are whole ones alone. No axes
+    where a team is one device."""
+    divisors = [[n for n in range(size, 0, -1) if not size % n] for _, size in axes]
+    sizes = max((each for each in product(*divisors) if not devices % prod(each)), key=prod)
+    return tuple((axis, size) for (axis, _), size in zip(axes, sizes, strict=True)) if prod(sizes) > 1 else ()
+
+
+def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> list[Call]:
     """Return the passes from `partition` on, for other devices."""
-    calls = parse_pipeline(pipeline, PASSES)
-    first = next(i for i, call in enumerate(calls) if call.name == "partition")
-    placed: dict[str, Any] = {
+    assert bundle.module.schedule is not None
+    dealt = [
+        fair_shares([team.flops for team in teams], bundle.module.schedule.microbatches) for teams in placed.teams()
+    ]
+    shares = tuple(share for of_stage in dealt for share in of_stage)
+    partitioned: dict[str, Any] = {
         "stages": 0,
         "split_at": (),
-        "devices": tuple(" ".join(names) for names in groups),
+        "devices": tuple(" ".join(device.name for device in group) for group in placed.groups),
         "shares": shares,
+        "mesh": ",".join(f"{axis}={size}" for axis, size in placed.axes),
     }
-    changes: dict[str, dict[str, Any]] = {"partition": placed, "schedule": {"shares": shares}}
-    return [Call(call.name, replace(call.options, **changes.get(call.name, {}))) for call in calls[first:]]
+    changes: dict[str, dict[str, Any]] = {"partition": partitioned, "schedule": {"shares": shares}}
+    if any(len({*of_stage}) > 1 for of_stage in dealt):
+        # Replicas with unequal shares cannot meet in every microbatch.
+        changes["zero"] = {"level": 1}
+    return [Call(call.name, replace(call.options, **changes.get(call.name, {}))) for call in calls]
+
+
+def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, placed: StageDevices) -> str:
+    """Return the plan in words."""
+    schedule = bundle.module.schedule
+    assert schedule is not None
+    used = " ".join("+".join(device.name for device in group) for group in placed.groups)
+    levels = [next((call.options.level for call in calls if call.name == "zero"), 0) for calls in (before, after)]
+    lower = "" if levels[0] == levels[1] else f", level {levels[1]} of zero as shares are unequal"
+    return (
+        f"{counted(len(placed.groups), 'stage')} on {used}, schedule {schedule.name} with "
+        f"{counted(schedule.microbatches, 'microbatch')}{lower}"
+    )
 
 
 def _end_with(parent: int) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from tests.oracles.sharding.local_modules import local_mlp
 
+import penstock as ps
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
 from penstock.ir.ops import make
@@ -187,3 +189,20 @@ def test_sums_go_round_the_ranks_at_one_place_of_all_teams() -> None:
     assert set(asked) == {(0, 2), (2, 0), (1, 3), (3, 1)}
     # A ring of two sends all bytes once each way, twice in two batches.
     assert {link.name: link.nbytes for link in used.links} == {f"{a}>{b}": 20.0 for a, b in asked}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "2bw"])
+def test_replicas_with_unequal_shares_meet_in_the_update(kind: str) -> None:
+    """They are at other places of their programs there. The update of a batch begins when the slowest rank has come."""
+    training = ps.Training("cross_entropy", ps.SGD(lr=0.1), 4)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    model = ps.from_torch(layers, (torch.randn(4, 8),))
+    plan = ps.plan(model, ps.Cluster.local(3), training, mesh="dp=3", stages=1, schedule=kind, zero=1)
+    there = forecast(_far_apart(plan.module), _seconds, 5, lambda route: Route()).simulated
+    rows = [[(start, end) for a, start, end in there.timed(rank) if a.kind == "U"] for rank in range(3)]
+    # Two microbatches of one rank, one of each other one, and the update.
+    assert rows[0] == rows[1] == rows[2]
+    assert there.step_seconds == pytest.approx(2 * 3.0 + 0.5)
+    meetings = meeting_ranks(plan.module)
+    assert set(meetings.values()) == {(0, 1, 2)}
+    assert {kind for _, kind in meetings} == {"U"}
