@@ -30,9 +30,6 @@ from .plan import Bytes, Judged, PipelinePlan, StagePlan
 from .planner import Planner
 from .refine import MOST_ACTIONS, SimulatedSteps, best_near
 
-# The numbers of stages on a device that are tried.
-_EACH: Mapping[str, Sequence[int]] = {"interleaved": (2, 3, 4), "zb-v": (2,)}
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -65,7 +62,7 @@ def _starts(planner: Planner, schedule: str, order: Sequence[int]) -> Iterator[P
     again = {"none": (False,), "all": (True,)}.get(planner.wanted.recompute, (False, True))
     for b in planner.wanted.microbatch_sizes():
         count, table = planner.wanted.batch // b, planner.table(b)
-        for each in _EACH[schedule]:
+        for each in PACK_SCHEDULES[schedule].each:
             if count * len(order) * each > MOST_ACTIONS or len(order) < 2:
                 continue
             packs = PACK_SCHEDULES[schedule].packs(len(order), each)

@@ -49,4 +49,8 @@ def order(place: PackPlace, m: int) -> Iterator[Action]:
         yield Action(UPDATE, stage, 1)
 
 
-KIND = PackKind(order, "several stages on a rank, in turn: the bubble of 1f1b divided by their number, more in flight")
+KIND = PackKind(
+    order,
+    "several stages on a rank, in turn: the bubble of 1f1b divided by their number, more in flight",
+    each=(2, 3, 4),
+)

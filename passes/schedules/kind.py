@@ -102,11 +102,13 @@ class PackPlace:
 @dataclass(frozen=True, slots=True)
 class PackKind:
     """A schedule of ranks that run several stages each. `order(place, microbatches)` yields the program of one rank,
-    which drains after every batch. With `splits` weight gradients run apart, as W. `folded`: stages are dealt to the
-    ranks down and up again (0 3 / 1 2), else round (0 2 / 1 3)."""
+    which drains after every batch. `each` are the numbers of stages on a rank that the planner tries. With `splits`
+    weight gradients run apart, as W. `folded`: stages are dealt to the ranks down and up again (0 3 / 1 2), else round
+    (0 2 / 1 3)."""
 
     order: Callable[[PackPlace, int], Iterator[Action]]
     doc: str
+    each: tuple[int, ...]
     splits: bool = False
     folded: bool = False
 

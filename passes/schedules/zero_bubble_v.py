@@ -68,6 +68,7 @@ def _numbered(place: PackPlace, m: int) -> Iterator[tuple[str, int, int]]:
 KIND = PackKind(
     order,
     "two stages on a rank, down and up again, with weight gradients apart: hardly a bubble, in flight as much as 1f1b",
+    each=(2,),
     splits=True,
     folded=True,
 )

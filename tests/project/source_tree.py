@@ -7,6 +7,7 @@ like all others, so an arrow that runs the wrong way is found wherever it hides.
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import re
 import tokenize
@@ -131,7 +132,18 @@ def sources_below(folder: Path, package: str = PACKAGE) -> dict[str, SourceFile]
 
 @cache
 def product() -> dict[str, SourceFile]:
-    return sources_below(ROOT / "src" / PACKAGE)
+    """Read and parse the package, once for all tests of a process. Its millions of nodes stay to the end, so the
+    collector of garbage is told to leave them out: it would walk through them again and again."""
+    sources = sources_below(ROOT / "src" / PACKAGE)
+    gc.collect()
+    gc.disable()
+    try:
+        for source in sources.values():
+            _ = source.nodes, source.imports()
+    finally:
+        gc.enable()
+    gc.freeze()
+    return sources
 
 
 def made_up(**texts: str) -> dict[str, SourceFile]:

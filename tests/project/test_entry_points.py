@@ -11,7 +11,7 @@ import pytest
 from penstock.support.entry_points import ENTRY_POINTS, command_line
 from penstock.support.processes import command_of
 
-from .source_tree import made_up, product
+from .source_tree import SourceFile, made_up, product
 
 # What is called there; all others are processes, which call `main`.
 WORK = {"rank": "serve_rank", "notebook": "as_html"}
@@ -26,18 +26,18 @@ def test_an_entry_point_is_a_module_with_its_work(name: str) -> None:
     assert WORK.get(name, "main") in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def _starts_modules(text: str) -> bool:
-    strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+def _starts_modules(source: SourceFile) -> bool:
+    strings = [node.value for node in source.nodes if isinstance(node, ast.Constant)]
     return "-m" in strings
 
 
 def test_no_other_file_starts_a_module() -> None:
-    starting = [name for name, source in product().items() if _starts_modules(source.text)]
+    starting = [name for name, source in product().items() if _starts_modules(source)]
     assert starting == ["penstock.support.entry_points"]
 
 
 def test_a_started_module_is_noticed() -> None:
-    assert _starts_modules(made_up(a='run([sys.executable, "-m", name])')["penstock.a"].text)
+    assert _starts_modules(made_up(a='run([sys.executable, "-m", name])')["penstock.a"])
 
 
 def test_commands_begin_where_the_table_says() -> None:

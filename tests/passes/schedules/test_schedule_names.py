@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from oracles.repository import ROOT
 
-from penstock.ir.schedule_names import DELAYED, INFERENCE, NAMES, SYNCHRONOUS, TRAINING
-from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.ir.schedule_names import DELAYED, INFERENCE, NAMES, PACKED, SYNCHRONOUS, TRAINING
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES
 
 FOLDERS = ("ir", "frontends", "passes", "backends", "runtime", "src/penstock")
 # The rows of schedules, and the list of names.
@@ -24,10 +24,13 @@ def test_the_table_has_the_names_of_the_list() -> None:
     assert tuple(name for name, kind in SCHEDULES.items() if kind.trains) == TRAINING
     assert tuple(name for name in TRAINING if SCHEDULES[name].delay) == DELAYED
     assert sorted((*SYNCHRONOUS, *DELAYED)) == sorted(TRAINING)
+    assert tuple(PACK_SCHEDULES) == PACKED
 
 
 def problems(source: str) -> Iterator[tuple[int, str]]:
     """Lines in which a schedule's name is compared, or which list schedules a second time."""
+    if not any(name in source for name in (*NAMES, *PACKED, "INFERENCE")):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare) and any(map(_is_name, (node.left, *node.comparators))):
             if _about_schedules(node):
@@ -41,7 +44,7 @@ def problems(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_training(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value in TRAINING
+    return isinstance(node, ast.Constant) and node.value in (*TRAINING, *PACKED)
 
 
 def _is_name(node: ast.expr) -> bool:
@@ -50,13 +53,13 @@ def _is_name(node: ast.expr) -> bool:
         return any(map(_is_name, node.elts))
     if isinstance(node, ast.Name):
         return node.id == "INFERENCE"
-    return isinstance(node, ast.Constant) and node.value in NAMES
+    return isinstance(node, ast.Constant) and node.value in (*NAMES, *PACKED)
 
 
 def _about_schedules(node: ast.Compare) -> bool:
     """`forward` is a word of other things, too: there the comparison has to name a schedule."""
     names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-    return not names.isdisjoint(TRAINING) or "schedule" in ast.unparse(node)
+    return not names.isdisjoint((*TRAINING, *PACKED)) or "schedule" in ast.unparse(node)
 
 
 def test_no_name_is_compared_outside_the_table() -> None:
@@ -81,6 +84,7 @@ def test_no_name_is_compared_outside_the_table() -> None:
         "{'2bw': 2, 'gpipe': 1}.get(schedule)",
         "match schedule:\n    case 'zb-1f1b':\n        pass",
         "KINDS = ('1f1b', 'gpipe', '2bw')",
+        "{'zb-v': 2}[schedule]",
     ],
 )
 def test_a_comparison_is_found(source: str) -> None:
