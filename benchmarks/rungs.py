@@ -5,7 +5,8 @@ In: an ONNX model whose dimensions have names, the sizes of those that stay, and
     python benchmarks/rungs.py bert.onnx --dim batch=1 --dim 'seq<=512' --results lengths.json
     python benchmarks/rungs.py resnet50 --dim 'batch<=32' --results lengths.json --short
 
-Out: for every size the seconds of one call, the larger of both errors against onnxruntime, and how many compilers ran
+Out: for every size the seconds of one call (on one thread processor time, which other work on the machine disturbs
+least), the larger of both errors against onnxruntime, and how many compilers ran
 meanwhile. Both bundles are called in turn, and the median of five such pairs counts. Results of all models are kept
 in the file: a run that was ended goes on where it was. `--short` measures few sizes, and `--sizes 9,17,100` these
 alone. `resnet50` is written by the program itself.
@@ -80,7 +81,8 @@ def measure(
         expected = dict(zip(outputs, judge.run(outputs, inputs), strict=True))
         error = max(_error(answer, expected) for answer in (ladder(inputs), exact(inputs)))
         with Compilers() as compilers:
-            ours, theirs = _pairs(lambda: ladder(inputs), lambda: exact(inputs))  # noqa: B023
+            clock = time.process_time if arguments.threads == 1 else time.perf_counter
+            ours, theirs = _pairs(lambda: ladder(inputs), lambda: exact(inputs), clock)  # noqa: B023
         row = {"ladder_s": ours, "exact_s": theirs, "error": error, "compiled": compilers.count}
         results["rows"].append({"model": model.stem, "size": size, **row})
         results["rows"].sort(key=lambda row: (row["model"], row["size"]))
@@ -114,16 +116,18 @@ def _error(answer: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray])
     return max(float(np.max(np.abs(answer[n] - x)) / max(np.max(np.abs(x)), 1e-30)) for n, x in expected.items())
 
 
-def _pairs(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Return the median seconds of two calls that take turns."""
+def _pairs(
+    first: Callable[[], object], second: Callable[[], object], clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Return the median seconds of two calls that take turns, by a clock."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for call in (first, second):
         call()
     for _ in range(PAIRS):
         for call, times in zip((first, second), seconds, strict=True):
-            began = time.perf_counter()
+            began = clock()
             call()
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.graph import Module, written_vars
 from penstock.ir.schedule import Schedule
+from penstock.support.words import numbered
 
 from .problems import Problem
 
@@ -47,12 +48,8 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
     for stage, ranks in homes.items():
         devices, expected = module.devices_of(stage), places.get(stage, [])
         if sorted(ranks) != expected:
-            listed = (
-                f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-                if ranks
-                else "on no rank"
-            )
-            wanted = f"rank{'s' if len(expected) > 1 else ''} {', '.join(map(str, expected))}"
+            listed = f"on {numbered('rank', sorted(ranks))}" if ranks else "on no rank"
+            wanted = numbered("rank", expected)
             yield Problem(
                 f"schedule {schedule.name}, stage {stage}", f"runs {listed}, expected {wanted} on {', '.join(devices)}"
             )

@@ -21,6 +21,7 @@ from penstock.ir.schedule import Action
 from penstock.passes.costs.prices import timed_kind
 from penstock.support.errors import UsageError
 from penstock.support.hardware import usable_cores
+from penstock.support.words import numbered
 
 from .exchanges import exchange_seconds, meeting_ranks
 from .machine import Route, Seat, machine_of, with_messages
@@ -164,7 +165,8 @@ def binding(forecast: Forecast) -> str:
     if link is not None and moving >= 0.9 and moving > busy:
         return f"link {link.name}: busy {moving:.0%} of the time"
     if rank is not None and busy >= 0.9:
-        return f"rank {rank.rank} (stage {rank.stage} on {forecast.devices[rank.rank]}): busy {busy:.0%} of the time"
+        stages = numbered("stage", forecast.module.rank_packs()[rank.rank])
+        return f"rank {rank.rank} ({stages} on {forecast.devices[rank.rank]}): busy {busy:.0%} of the time"
     path = run.critical_path
     computing = share_of(sum(s for what, s in path.items() if what.startswith("computing")), sum(path.values()))
     text = f"nobody is busy all the time (at most {busy:.0%}): the critical path is {computing:.0%} computing"

@@ -22,6 +22,7 @@ from penstock.ir.graph import Module
 from penstock.ir.schedule import RECEIVES, SENDS, Action
 from penstock.runtime.messages.ledger import LedgerEntry
 from penstock.support.errors import PenstockError
+from penstock.support.words import numbered
 
 from .blocks import VALUES, Stays
 
@@ -67,7 +68,7 @@ def _row_name(rank: int, module: Module | None) -> str:
     if module is None:
         return f"rank {rank}"
     stages = module.rank_packs()[rank]
-    named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    named = numbered("stage", stages)
     return f"rank {rank} ({named}, {module.rank_devices()[rank]})"
 
 

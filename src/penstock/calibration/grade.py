@@ -24,13 +24,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 from penstock.backends.bundle.format import Bundle
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.schedule import COMPUTE, Action
-from penstock.passes.costs.prices import Roofline, rank_seconds
+from penstock.passes.costs.prices import Roofline, rank_seconds, timed_kind
 from penstock.passes.simulator.forecast import BATCHES, forecast, seconds_of
 from penstock.support.cache import Cache
 from penstock.support.errors import UsageError
@@ -192,7 +193,8 @@ def _computing(bundle: Bundle, trace: Path) -> list[Row]:
             if event.get("ph") == "X":
                 action = Action.parse(event["name"])
                 seconds = _seconds(event["dur"], f"dur of {action}") * 1e-6
-                seen.setdefault((int(event["pid"]), action.kind), []).append(seconds)
+                kind = timed_kind(bundle.module, action.stage, action.kind)
+                seen.setdefault((int(event["pid"]), kind), []).append(seconds)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"cannot read the trace: {error}", where=str(trace), hint="give a file that `penstock run --trace` wrote"
@@ -202,9 +204,15 @@ def _computing(bundle: Bundle, trace: Path) -> list[Row]:
         raise UsageError("is not of a run of this bundle", where=str(trace))
     return [
         (rank, kind, seconds, median(seen[rank, kind]))
-        for (rank, kind), seconds in sorted(expected.items(), key=lambda item: (item[0][0], COMPUTE.index(item[0][1])))
+        for (rank, kind), seconds in sorted(expected.items(), key=lambda item: _order(*item[0]))
         if (rank, kind) in seen
     ]
+
+
+def _order(rank: int, kind: str) -> tuple[int, int, int]:
+    """Return the place of a computation in the table: by rank, by stage where ranks run several, and by kind."""
+    letter = kind.lstrip("0123456789")
+    return rank, int(kind.removesuffix(letter) or 0), COMPUTE.index(letter)
 
 
 def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Cache) -> None:
@@ -216,8 +224,10 @@ def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Cache) -> None:
     seen: dict[tuple[int, int], dict[str, list[float]]] = {}
     for entry in bundle.manifest.ranks:
         if is_here(cluster.device(entry.device)):
-            for kind, seconds in ((kind, seconds) for rank, kind, _, seconds in rows if rank == entry.rank):
-                seen.setdefault((entry.stage, entry.threads), {}).setdefault(kind, []).append(seconds)
+            times = {kind: seconds for rank, kind, _, seconds in rows if rank == entry.rank}
+            for stage, kind in product(entry.stages, COMPUTE):
+                if (name := timed_kind(bundle.module, stage, kind)) in times:
+                    seen.setdefault((stage, entry.threads), {}).setdefault(kind, []).append(times[name])
     for (stage, threads), by_kind in seen.items():
         table_of_times.keep_stage(
             bundle.module, stage, threads, {kind: median(times) for kind, times in by_kind.items()}

@@ -50,7 +50,7 @@ class Curve:
     """
 
     rank: int
-    stage: int
+    stages: tuple[int, ...]
     device: str
     budget: int | None
     memory: Memory
@@ -71,7 +71,7 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
             "the module has no schedule yet", hint="inspect a dump after the pass `lifetimes`, or a bundle"
         )
     memory, times = measure_memory(module), _times(module, batches)
-    devices, stages = module.rank_devices(), module.rank_stages()
+    devices, packs = module.rank_devices(), module.rank_packs()
     curves = []
     for rank in module.schedule.ranks:
         states = list(memory_curve(module, rank, batches))
@@ -82,13 +82,13 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
         curves.append(
             Curve(
                 rank,
-                stages[rank],
+                packs[rank],
                 devices[rank],
                 _budget(module, devices[rank]),
                 memory[rank],
                 points,
                 times is not None,
-                cache_room(module, stages[rank]),
+                cache_room(module, packs[rank][0]),
             )
         )
     return tuple(curves)

@@ -50,8 +50,8 @@ def _reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> Iterator[st
 def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[str]:
     busy = {int(rank): float(seconds) for rank, seconds in predicted["busy_s"].items()}
     slowest = max(busy.values(), default=0.0)
-    for rank, home in enumerate(module.rank_stages()):
-        if home == stage and slowest:
+    for rank, stages in enumerate(module.rank_packs()):
+        if stage in stages and slowest:
             yield (
                 f"rank {rank} computes {shown_seconds(busy[rank])} per batch, {busy[rank] / slowest:.0%} of the "
                 "busiest rank"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 stage`, `2 stages`, `2 microbatches`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return a noun with the numbers that things have: `stage 1`, `stages 0, 3`."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def shown_bytes(count: float) -> str:

@@ -182,7 +182,7 @@ def _print(predicted: Forecast) -> None:
     rows = [
         [
             u.rank,
-            u.stage,
+            " ".join(map(str, predicted.module.rank_packs()[u.rank])),
             predicted.devices[u.rank],
             *(f"{share_of(s, u.busy + u.waiting + u.idle):.1%}" for s in (u.busy, u.waiting, u.idle)),
             shown_bytes(memory[u.rank].peak),

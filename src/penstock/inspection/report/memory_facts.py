@@ -54,7 +54,8 @@ def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: 
     if len(lives) > most:
         end = finishes[lives[most].taken_at]
         points = points[: 4 * sum(time <= end for time in points[::4])]
-    variables = stage_vars(module, module.rank_stages()[rank]).values()
+    # A variable that several stages of the rank have a copy of is there as often.
+    variables = [var for stage in module.rank_packs()[rank] for var in stage_vars(module, stage).values()]
     return {
         "rank": rank,
         "fixed": {purpose: getattr(row, purpose) for purpose in PURPOSES},

@@ -112,13 +112,13 @@ def trace_of(path: str | Path, module: Module) -> RunTrace:
     # Imported here: it loads torch, which takes longer than a report without a trace.
 
     traces = read_trace(path)
-    homes = module.rank_stages()
+    homes = module.rank_packs()
     actions = {
         rank: [(Action.parse(name), start, end - start) for name, start, end in trace.events]
         for rank, trace in enumerate(traces)
     }
     foreign = any(
-        rank >= len(homes) or action.stage != homes[rank] for rank, line in actions.items() for action, _, _ in line
+        rank >= len(homes) or action.stage not in homes[rank] for rank, line in actions.items() for action, _, _ in line
     )
     times = [time for line in actions.values() for _, start, seconds in line for time in (start, seconds)]
     totals: list[CollectiveTotal] = []

@@ -108,7 +108,6 @@ def step_time(module: Module, trace: Trace, measured: Sequence[KernelRow] = ()) 
     schedule = module.schedule
     if schedule is None:
         raise UsageError("the module has no schedule yet", hint="inspect the bundle that ran")
-    stages = module.rank_stages()
     if len(trace.rows) != len(schedule.ranks):
         raise UsageError(
             f"the trace has {len(trace.rows)} ranks, and the module {len(schedule.ranks)}",
@@ -120,7 +119,7 @@ def step_time(module: Module, trace: Trace, measured: Sequence[KernelRow] = ()) 
     ranks, steps = [], 0
     for rank, row in enumerate(trace.rows):
         spans, steps, begin, end = _window(row, schedule, rank, trace)
-        ranks.append(_rank_time(rank, row.name, stages[rank], (spans, steps, end - begin), sent, kernels))
+        ranks.append(_rank_time(rank, row.name, (spans, steps, end - begin), sent, kernels))
     seconds = sum(rank.step_s for rank in ranks) / len(ranks)
     return StepTime(steps, seconds, tuple(ranks), _kernel_times(ranks, measured))
 
@@ -186,7 +185,6 @@ def _window(
 def _rank_time(
     rank: int,
     name: str,
-    stage: int,
     window: tuple[list[tuple[Action, ActionSpan]], int, float],
     sent: Mapping[_Message, float],
     kernels: Mapping[str, tuple[float, float]],
@@ -197,7 +195,7 @@ def _rank_time(
     for action, span in actions:
         length = span.end - span.start
         if ACTION_KINDS[action.kind].computes:
-            calls.setdefault(f"s{stage}.{action.kind}", []).append(length)
+            calls.setdefault(f"s{action.stage}.{action.kind}", []).append(length)
         elif action.kind in RECEIVES:
             handed = sent.get((action.phase, -1 if action.peer is None else action.peer, rank, action.mb), span.start)
             behind = min(max(handed - span.start, 0.0), length)

@@ -20,7 +20,7 @@ from penstock.ir.ops import BLOCK
 from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.memory.lifetimes import COLUMNS
 from penstock.support.terminal import table
-from penstock.support.words import counted, shown_bytes, visible
+from penstock.support.words import counted, numbered, shown_bytes, visible
 
 from .colours import paint, paint_changes, paint_ir
 
@@ -180,9 +180,10 @@ def _plot(curve: Curve, columns: int) -> Iterator[str]:
     over = shown_seconds(end) if curve.timed else f"{len(curve.points)} actions"
     at = f" after {shown_seconds(most.seconds)}" if curve.timed else ""
     held = max(point.held for point in curve.points)
+    where = f"{numbered('stage', curve.stages)} on {curve.device}"
     yield (
-        f"rank {curve.rank}, stage {curve.stage} on {curve.device}: live over {over}, most at {most.action}{at}: "
-        f"{shown_bytes(most.live)}; {shown_bytes(held)} held in the end"
+        f"rank {curve.rank}, {where}: live over {over}, most at {most.action}{at}: {shown_bytes(most.live)}; "
+        f"{shown_bytes(held)} held in the end"
     )
     heights = _heights(curve, columns, end)
     span = most.live - least
