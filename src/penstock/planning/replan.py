@@ -13,7 +13,7 @@ stage. Where to cut is searched for again, and shares are dealt again. Checkpoin
 With tensors that are split over a mesh, a team of devices takes the place of one device: the product of all axes but
 `dp`. Stages keep what they have left where that makes as many whole teams of each. Else each team gets a stage; where
 devices do not make whole teams, axes become shorter by a common divisor, which may be 1. Levels 2 and 3 of zero need
-equal shares; where shares become unequal, the level becomes 1.
+equal shares; where shares become unequal, the level becomes 1. Where a device has several stages, it keeps as many.
 
 The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use
 for them.
@@ -117,8 +117,10 @@ def _shorter(axes: Axes, devices: int) -> Axes:
 def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> list[Call]:
     """Return the passes from `partition` on, for other devices."""
     assert bundle.module.schedule is not None
+    # A device with several stages runs all microbatches of each.
     dealt = [
-        fair_shares([team.flops for team in teams], bundle.module.schedule.microbatches) for teams in placed.teams()
+        fair_shares([team.flops for team in teams], bundle.module.schedule.microbatches)
+        for teams in ([] if bundle.module.packs else placed.teams())
     ]
     shares = tuple(share for of_stage in dealt for share in of_stage)
     partitioned: dict[str, Any] = {
@@ -142,10 +144,9 @@ def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, plac
     used = " ".join("+".join(device.name for device in group) for group in placed.groups)
     levels = [next((call.options.level for call in calls if call.name == "zero"), 0) for calls in (before, after)]
     lower = "" if levels[0] == levels[1] else f", level {levels[1]} of zero as shares are unequal"
-    return (
-        f"{counted(len(placed.groups), 'stage')} on {used}, schedule {schedule.name} with "
-        f"{counted(schedule.microbatches, 'microbatch')}{lower}"
-    )
+    packs = next(call.options.packs for call in after if call.name == "partition")
+    stages = f"{counted(len(placed.groups), 'stage')} on {used}" if packs == 1 else f"{packs} stages on each of {used}"
+    return f"{stages}, schedule {schedule.name} with {counted(schedule.microbatches, 'microbatch')}{lower}"
 
 
 def _end_with(parent: int) -> None:

@@ -14,6 +14,8 @@ import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.cluster import Cluster
 from penstock.models import write_mlp
+from penstock.planning.replan import replan
+from penstock.runtime.job.run import run_bundle
 from penstock.support.errors import PeerLost
 from penstock.verification.checks import delay_of
 
@@ -115,3 +117,21 @@ def test_a_rank_of_packs_that_is_killed_ends_the_run(mlp, tmp_path):
         for number, _ in enumerate(job.steps(batches_of(job.bundle, 6))):
             if number == 1:
                 os.kill(job.workers.process_ids()[1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_a_checkpoint_of_packs_goes_on_with_fewer_devices(mlp, tmp_path, schedule):
+    """Three devices of two stages each, of which one is lost: the losses are those of a run that nobody left."""
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=6)
+    model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [8] * 9, batch=4))
+    plan = ps.plan(model, Cluster.local(3), training, schedule=schedule, packs=2)
+    path = ps.compile(plan, tmp_path / "three", backend="numpy")
+    said = replan(open_bundle(path), ["cpu:0", "cpu:2"], tmp_path / "two")
+    assert said == f"2 stages on each of cpu:0 cpu:2, schedule {schedule} with 6 microbatches"
+    assert open_bundle(tmp_path / "two").world_size == 2
+    run_bundle(path, steps=2, checkpoint=tmp_path / "ckpt", checkpoint_every=2, progress=False, timeout=60)
+    resumed = run_bundle(tmp_path / "two", steps=3, resume=tmp_path / "ckpt/step-000002", progress=False, timeout=60)
+    whole = run_bundle(path, steps=5, progress=False, timeout=60)
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    # The control: a run that begins anew.
+    assert resumed.losses != pytest.approx(whole.losses[:3], rel=1e-3)
