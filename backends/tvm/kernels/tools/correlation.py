@@ -11,7 +11,7 @@ has size 1), floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,11 @@ class BorderedSource:
         self.height, self.width = self.c.padded[0], ceil_div(self.c.padded[1], self.split) + extra
 
     @property
+    def parts(self) -> list[int]:
+        """The place of each remainder's first column in a row."""
+        return [remainder * self.width for remainder in range(self.split)]
+
+    @property
     def plane(self) -> int:
         return self.height * self.width * self.split
 
@@ -154,7 +159,7 @@ class BorderedSource:
                 for begin, count in self._empty_columns():
                     for i, _ in pieces(emit, count, lanes):
                         emit.store(self.buffer, literal(0, c.dtype), line + begin + i)
-                copy_line(self.body, c, (image, channel, h), self.buffer, line, (self.split, self.width))
+                copy_line(self.body, c, (image, channel, h), self.buffer, line, self.parts)
             with emit.when(tirx.Not(inside)):
                 for i, _ in emit.spans(pitch, lanes):
                     emit.store(self.buffer, literal(0, c.dtype), line + i)
@@ -190,7 +195,7 @@ class BorderedSource:
             with emit.loop(rows - first[0], SERIAL, "h") as h:
                 h = h + first[0] if first[0] else h
                 line = emit.bind(start + (h + c.low[0]) * (self.width * self.split), "line")
-                copy_line(body, c, (image, channel, h), self.buffer, line, (self.split, self.width))
+                copy_line(body, c, (image, channel, h), self.buffer, line, self.parts)
 
     def position(self, image: Expr, channel: Expr, h: Expr, w: Expr, remainder: Expr = 0) -> Expr:
         """Return the position of element (h, w), the border counted; `w` counts columns with that remainder."""
@@ -207,13 +212,29 @@ def lanes_of(body: Body, c: Correlation) -> int:
     return max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
 
 
+def aligned_parts(c: Correlation, split: int, width: int, lanes: int) -> tuple[list[int], int]:
+    """Return where each remainder's first column lies in a row of a copy, and how long a row is. Each remainder has
+    room for `width` columns.
+
+    What is copied of the source begins at a multiple of a vector, because stores that cross lines are slow. Short rows
+    lie close together."""
+    while lanes > 1 and ceil_div(c.sizes[1], split) < lanes:
+        lanes //= 2
+    parts, end, first = [], 0, max(-c.low[1], 0) + c.low[1]
+    for remainder in range(split):
+        end += -(end + ceil_div(first - remainder, split)) % lanes
+        parts.append(end)
+        end += width
+    return parts, ceil_div(end, lanes) * lanes
+
+
 def copy_line(
-    body: Body, c: Correlation, place: tuple[Expr, Expr, Expr], target: Buffer, line: Expr, columns: Pair
+    body: Body, c: Correlation, place: tuple[Expr, Expr, Expr], target: Buffer, line: Expr, parts: Sequence[int]
 ) -> None:
     """Copy a row of the source, at `place` (image, channel, row), behind its border to `target` from `line` on.
-    `columns` are the number of remainders that keep columns apart, and the width of each."""
+    Columns lie apart by their remainder modulo the number of `parts`, each from its place in the row on."""
     emit, lanes = body.emit, lanes_of(body, c)
-    split, width = columns
+    split = len(parts)
     low, first, last = c.low[1], max(-c.low[1], 0), min(c.sizes[1], c.padded[1] - c.low[1])
     if last <= first:
         return
@@ -221,7 +242,7 @@ def copy_line(
         image, channel, h = place
         start = emit.bind(((image * (c.groups * c.channels) + channel) * c.sizes[0] + h) * c.sizes[1], "row")
         while lanes > 1:
-            targets = [(target, line + ((b + low) % 2 * width + (first + b + low) // 2)) for b in (0, 1)]
+            targets = [(target, line + (parts[(b + low) % 2] + (first + b + low) // 2)) for b in (0, 1)]
             with emit.loop((last - first) // (2 * lanes), SERIAL, "v") as v:
                 places = [(buffer, at + v * lanes) for buffer, at in targets]
                 separate_pairs(emit, lanes, (c.plain, start + (v * (2 * lanes) + first)), places)
@@ -233,7 +254,7 @@ def copy_line(
         count = ceil_div(last - begin, split)
         if count <= 0:
             continue
-        at = line + (remainder * width + (begin + low) // split)
+        at = line + (parts[remainder] + (begin + low) // split)
         for w in _overlapping(emit, count, lanes):
             with body.point():
                 emit.store(target, c.source(*place, w * split + begin), at + w)

@@ -21,6 +21,8 @@ CASES = {
     "seven columns": ConvCase((2, 19, 7, 7), (19, 1, 5, 5), pads=(2, 2, 2, 2), groups=19),
     "fourteen columns": ConvCase((1, 3, 14, 14), (3, 1, 3, 3), pads=SAME, groups=3),
     "a vector and some": ConvCase((1, 2, 11, 28), (2, 1, 3, 3), pads=SAME, groups=2),
+    "a vector and a half": ConvCase((1, 2, 9, 24), (2, 1, 3, 3), pads=SAME, groups=2),
+    "strides, vectors and a half": ConvCase((1, 2, 19, 111), (2, 1, 3, 3), strides=(2, 2), pads=(1, 1, 1, 2), groups=2),
     "strips": ConvCase((1, 2, 130, 112), (2, 1, 3, 3), pads=SAME, groups=2),
     "strips, strides": ConvCase((1, 2, 130, 213), (2, 1, 5, 5), strides=(2, 2), pads=(2, 1, 2, 1), groups=2),
     "strides": ConvCase((2, 3, 28, 28), (3, 1, 3, 3), strides=(2, 2), pads=SAME, groups=3),
