@@ -10,6 +10,8 @@ import pytest
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.commands.parser import main
+from penstock.inspection.reasons import stage_reasons
+from penstock.inspection.subject import open_subject
 from penstock.ir.cluster.cluster import Cluster
 from penstock.models import write_mlp
 
@@ -85,3 +87,33 @@ def test_the_report_reads_the_trace(ran: tuple[Path, Path, Path], tmp_path: Path
     page = tmp_path / "report.html"
     assert main(["inspect", str(bundle), "--html", str(page), "--trace", str(trace)]) == 0
     assert page.stat().st_size > 10_000
+
+
+def test_a_plan_with_packs_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Formulas are those of the best plan with a stage on each device: nothing says that they are of the packs."""
+    model = write_mlp(tmp_path / "mlp.onnx", [16] * 6, batch=4)
+    words = (
+        "compile",
+        model,
+        "-o",
+        tmp_path / "b",
+        "--devices",
+        2,
+        "--loss",
+        "mse",
+        "--batch",
+        16,
+        "--backend",
+        "numpy",
+    )
+    said(capsys, *words, "--schedule", "zb-v")
+    plan = json.loads((tmp_path / "b" / "plan.json").read_text())
+    assert plan["schedule"] == "zb-v"
+    assert plan["planner"]["formulas_of"] == "1f1b"
+    subject = open_subject(tmp_path / "b")
+    why = "\n".join(stage_reasons(subject.module, 3, subject.plan))
+    assert "zb-v with several stages on a device was faster than 1f1b, by simulation" in why
+    assert "2 stages on each device, zb-v: " in why
+    assert "no plan of zb-v" not in why
+    assert "rank 0 computes" in why  # stage 3 is on the first device
+    assert main(["inspect", str(tmp_path / "b"), "--html", str(tmp_path / "page.html")]) == 0

@@ -31,6 +31,12 @@ class _Predicted(msgspec.Struct):
     busy_s: dict[str, float]
 
 
+class _Packs(msgspec.Struct):
+    stages_on_a_device: int
+    step_s: float
+    taken: bool
+
+
 class _Planner(msgspec.Struct):
     step_s: float
     bound_s: float
@@ -42,6 +48,8 @@ class _Planner(msgspec.Struct):
     what_if: dict[str, float | None] = {}
     passed_over: str = ""
     simulated: dict[str, float | None] = {}
+    packs: dict[str, _Packs] = {}
+    formulas_of: str = ""
 
 
 class _Plan(msgspec.Struct):

@@ -63,7 +63,12 @@ def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[
 
 
 def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterator[str]:
-    step, schedule = float(planner["step_s"]), plan.get("schedule", "")
+    step, schedule = float(planner["step_s"]), planner.get("formulas_of", plan.get("schedule", ""))
+    if "formulas_of" in planner:
+        yield f"{plan.get('schedule')} with several stages on a device was faster than {schedule}, by simulation"
+    for kind, row in planner.get("packs", {}).items():
+        time = by_simulation(float(row["step_s"]))
+        yield f"{row['stages_on_a_device']} stages on each device, {kind}: {time}{' (taken)' if row['taken'] else ''}"
     # A plan chosen by simulation may be slower by the formulas than the best plan by them, which is compared below.
     usual = float(planner["schedules"].get(schedule, step))
     if planner["proven"]:
@@ -82,7 +87,7 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
     changes, simulated = planner.get("what_if", {}), planner.get("simulated", {})
     yield f"with one thing changed in what was given, by the formulas, against {shown_seconds(usual)}:"
     for kind, seconds in planner["schedules"].items():
-        if kind != plan.get("schedule") and kind not in planner["refused"] and f"schedule {kind}" not in changes:
+        if kind != schedule and kind not in planner["refused"] and f"schedule {kind}" not in changes:
             yield f"what if: schedule {kind}: {_against(float(seconds), usual)}"
     for kind, reason in planner["refused"].items():
         yield f"refused: {kind}: {str(reason).splitlines()[0]}"

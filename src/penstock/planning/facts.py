@@ -138,7 +138,8 @@ def predicted_facts(predicted: Predicted) -> dict[str, Any]:
 
 def planner_facts(search: Search) -> dict[str, Any]:
     """Return the findings of the planner. `passed_over` is why another plan of the schedule that is faster by the
-    formulas was not taken, if there is one."""
+    formulas was not taken, if there is one. Where packs were taken, figures of formulas are those of the best plan with
+    one stage on a device, and `formulas_of` is its schedule."""
     chosen = search.chosen
     other = compare(search.result.outcomes[chosen.plan.schedule].step, chosen.step) != "the same"
     return {
@@ -157,6 +158,7 @@ def planner_facts(search: Search) -> dict[str, Any]:
             else {}
         ),
         **({"packs": packs_facts(search)} if search.packs else {}),
+        **({} if search.taken is None else {"formulas_of": chosen.plan.schedule}),
         **({"what_if": changed_steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
 

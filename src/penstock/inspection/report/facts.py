@@ -114,12 +114,14 @@ def _placement(material: Material, predicted: Predicted, memory: Mapping[int, Me
     shares = [share for stage in module.stages for share in module.schedule.shares(stage.index)]
     starts = {entry.get("stage"): entry.get("starts_at") for entry in plan.get("stages", []) if isinstance(entry, dict)}
     ranks = []
-    for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
+    for rank, (stages, name) in enumerate(zip(module.rank_packs(), module.rank_devices(), strict=True)):
+        stage = stages[0]
         device, use = cluster.device(name), uses[rank]
         ranks.append(
             {
                 "rank": rank,
                 "stage": stage,
+                "stages": list(stages),
                 "device": name,
                 "kind": device.kind,
                 "host": device.host,

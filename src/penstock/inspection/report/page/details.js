@@ -11,7 +11,7 @@ function showOperation(op) {
   };
   const takers = [...new Set(op.outs.flatMap((value) => phase.takers.get(value) || []))];
   const passes = [...new Map(op.outs.flatMap((value) => touched.get(values[value][0]) || []).map((each) => [each.index, each])).values()].sort((a, b) => a.index - b.index);
-  const places = (facts.placement ? facts.placement.ranks : []).filter((rank) => rank.stage === op.stage);
+  const places = (facts.placement ? facts.placement.ranks : []).filter((rank) => rank.stages.includes(op.stage));
   const sent = (facts.links ? facts.links.edges : []).flatMap((edge) => edge.values.filter(([name]) => op.outs.some((value) => values[value][0] === name)).map(([, , size]) => `${edge.from} → ${edge.to}: ${bytes(size)} per ${edge.per}`));
   const saved = op.outs.filter((value) => op.graph.saved.includes(value)).reduce((sum, value) => sum + values[value][2], 0);
   const kernel = facts.kernels && op.kernel && facts.kernels.rows.find((row) => row.graph === op.graph.name && row.names.includes(op.kernel));

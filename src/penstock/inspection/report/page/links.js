@@ -68,7 +68,7 @@ function pipeline(room = 1150) {
       ...told.map((line, i) => svg("text", { class: "flow-text", x: (x0 + x1) / 2, y: forward ? y - rise(span) * 0.75 - 7 - 13 * (told.length - 1 - i) : y + rise(span) * 0.75 + 3 + 13 * (i + 1) }, line)));
   }
   stages.forEach(([stage, devices], i) => {
-    const x = 4 + i * (WIDTH + GAP), own = ranks.filter((rank) => rank.stage === stage);
+    const x = 4 + i * (WIDTH + GAP), own = ranks.filter((rank) => rank.stages.includes(stage));
     const cost = own.length ? `${seconds(Math.max(...own.map((rank) => rank.seconds)))}, ${bytes(Math.max(...own.map((rank) => rank.peak)))}` : "";
     picture.append(svg("g", { class: `stagecard ${stageClass(stage)}`, transform: `translate(${x},${above})` }, svg("rect", { width: WIDTH, height: HEIGHT, rx: 9, class: "face" }), svg("rect", { x: 0, y: 0, width: 5, height: HEIGHT, rx: 2.5, class: "edge" }),
       svg("text", { x: 16, y: 27, class: "title" }, `stage ${stage}`), svg("text", { x: 16, y: 46, class: "under" }, clip(devices.join(", "), WIDTH)), cost ? svg("text", { x: 16, y: 65, class: "under" }, svg("title", {}, "predicted time per batch, peak memory"), clip(cost, WIDTH)) : null));

@@ -28,7 +28,7 @@ function overviewView() {
       el("div", { class: summary.stages.length === 2 ? "columns" : "" },
         summary.stages.length > 1 ? panel("Pipeline", pipeline(summary.stages.length === 2 ? 540 : 1150)) : null,
         summary.bound_by ? panel("What limits it", el("p", { class: "verdict" }, summary.bound_by), criticalPath(summary.path)) : null),
-      ranks.length ? panel("Devices", table([["rank"], ["stage"], ["time per batch"], ["peak memory"]], ranks.map((rank) => [rank.rank, stageChip(rank.stage),
+      ranks.length ? panel("Devices", table([["rank"], ["stage"], ["time per batch"], ["peak memory"]], ranks.map((rank) => [rank.rank, el("span", {}, rank.stages.map(stageChip)),
         el("span", { class: "with-bar" }, seconds(rank.seconds), bar([[rank.seconds / slowest, stageClass(rank.stage)]], `${percent(rank.seconds / slowest)} of the slowest`)),
         el("span", { class: "with-bar" }, bytes(rank.peak), bar([[rank.peak / room, stageClass(rank.stage)]], `${percent(rank.peak / room)} of the largest`))]), { caption: "Devices" })) : null,
       el("div", { class: "columns" },

@@ -8,7 +8,7 @@ function placementView() {
     const [busy, waiting, idle] = rank.use, whole = busy + waiting + idle || 1;
     return [
       { value: rank.rank, node: String(rank.rank) },
-      { value: rank.stage, node: stageChip(rank.stage) },
+      { value: rank.stage, node: el("span", {}, rank.stages.map(stageChip)) },
       { value: rank.device, node: el("span", {}, rank.device, el("small", {}, `${rank.kind}, ${plural(rank.threads, "thread")}, ${amount(rank.flops, "FLOP/s")}`)) },
       { value: rank.starts_at || "", node: rank.starts_at || "–" },
       rank.share,
@@ -32,14 +32,17 @@ function reasons(place) {
   const planner = place.planner;
   const told = [];
   if (planner) {
+    const schedule = planner.formulas_of || place.schedule;
+    if (planner.formulas_of) told.push(["planner", `${place.schedule} with several stages on a device was faster than ${schedule}, by simulation`]);
+    for (const [kind, row] of Object.entries(planner.packs || {})) told.push(["packs", `${row.stages_on_a_device} stages on each device, ${kind}: ${seconds(row.step_s)} simulated${row.taken ? ", taken" : ""}`]);
     const gap = planner.bound_s ? 1 - planner.bound_s / planner.step_s : 0;
     told.push(["planner", `${seconds(planner.step_s)} per batch by its formulas, limited by ${planner.limited_by}; ` +
-      (planner.proven ? `by these no plan of ${place.schedule} for what was given is faster`
-        : `no plan of ${place.schedule} takes less than ${seconds(planner.bound_s)}, ${percent(gap)} less`)]);
+      (planner.proven ? `by these no plan of ${schedule} for what was given is faster`
+        : `no plan of ${schedule} takes less than ${seconds(planner.bound_s)}, ${percent(gap)} less`)]);
     const usual = best(place);
-    if (planner.passed_over) told.push(["planner", `by its formulas another plan of ${place.schedule} takes ${seconds(usual)}, ${planner.passed_over}`]);
-    for (const [schedule, step] of Object.entries(planner.schedules || {})) told.push(["schedule", `the best plan of ${schedule} takes ${seconds(step)}`]);
-    for (const [schedule, why] of Object.entries(planner.refused || {})) told.push(["refused", `${schedule}: ${why}`]);
+    if (planner.passed_over) told.push(["planner", `by its formulas another plan of ${schedule} takes ${seconds(usual)}, ${planner.passed_over}`]);
+    for (const [kind, step] of Object.entries(planner.schedules || {})) told.push(["schedule", `the best plan of ${kind} takes ${seconds(step)}`]);
+    for (const [kind, why] of Object.entries(planner.refused || {})) told.push(["refused", `${kind}: ${why}`]);
     if (planner.left_out && planner.left_out.length) told.push(["left out", planner.left_out.join(", ")]);
   } else told.push(["planner", "was not asked: stages, devices and microbatches were given. compile --batch N lets it choose."]);
   return panel("Reasons", el("ul", { class: "reasons" }, [...told, ...lines].map(([origin, words]) => el("li", {}, el("span", { class: "origin" }, origin), el("span", {}, words)))));
@@ -47,8 +50,8 @@ function reasons(place) {
 
 // What changes are compared with: formulas with formulas, although another plan may have been chosen by simulation.
 function best(place) {
-  const found = (place.planner.schedules || {})[place.schedule];
-  return found === undefined ? place.planner.step_s : found;
+  const usual = (place.planner.schedules || {})[place.planner.formulas_of || place.schedule];
+  return usual === undefined ? place.planner.step_s : usual;
 }
 
 function whatIf(place) {
