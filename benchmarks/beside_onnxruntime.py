@@ -49,6 +49,7 @@ TOLERANCE = 1e-3
 BELOW = 2000
 TURN_S, FEWEST_CALLS, MOST_CALLS = 0.12, 3, 200
 PENSTOCK, OTHER = "penstock", "onnxruntime"
+OF_BYTES = ("matmul_bytes", "conv_bytes", "matmul_q")
 HERE = Path(__file__).resolve().parent
 
 
@@ -140,8 +141,12 @@ def _measure(path: Path, threads: int, rounds: int, loop: RegisterLoop | None) -
     row = {"model": path.stem, "threads": threads, "seconds": seconds, "medians": medians, "error": error}
     row["speedup"] = medians[OTHER] / medians[PENSTOCK]
     work, cores = work_of(plan.module), sorted(os.sched_getaffinity(0))[:threads]
-    row |= described(work, measure_rates(loop, cores, work) if loop is not None else None)
-    if loop is not None:
+    # The rate of multiply-adds of floats bounds no products of bytes.
+    bounded = loop is not None and not any(
+        op.kind in OF_BYTES for graph in plan.module.graphs.values() for op in graph.ops
+    )
+    row |= described(work, measure_rates(loop, cores, work) if bounded and loop is not None else None)
+    if bounded:
         row["bound"] = medians[OTHER] / row["shortest_s"]
     figures = ", ".join(f"{name} {time * 1e3:.3f} ms" for name, time in medians.items())
     print(f"{path.stem}, {_threads(threads)}: {figures}: {row['speedup']:.2f}", file=sys.stderr)

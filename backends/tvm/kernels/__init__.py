@@ -29,7 +29,7 @@ from .attention import forward as attention
 from .attention import gradient as attention_grad
 from .caches import attend, pick, put
 from .conv import conv, windows
-from .conv.integers import convolution as byte_conv
+from .conv.integers import choose as byte_conv
 from .elementwise import elementwise, lookup
 from .product import byte_product, gemm, quantised
 from .recurrent import steps

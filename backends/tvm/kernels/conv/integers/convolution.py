@@ -16,7 +16,7 @@ With u = x as a number without sign, s = the weight as one with, and their zero 
 No step saturates: one instruction adds up four products of bytes in 32 bits (AVX-512 VNNI), or two of 16-bit numbers.
 A tap reads its plane from another place on, so a tile may have positions of several rows, and of the border between
 them, which are left out. Strides divide a plane into phases, so that neighbours stay neighbours. Many phases, or one or
-two channels, gather the words of every window instead; there is one tap then.
+two channels, gather the words of every window instead; there is one tap then. output_lanes.py is the other way.
 
 Limits: all planes are stored once before they are read; positions of a border between rows are computed in vain.
 """
@@ -29,38 +29,19 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel, parallel_if
+from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, Buffer, Expr, ceil_div, i32
 from penstock.backends.tvm.kernels.tools.transpose import pieces
-from penstock.ir.graph import Op, Value
-from penstock.ir.ops import VIEWS
+from penstock.ir.graph import Op
 
+from .arithmetic import TASKS, byte_dot, kept
 from .geometry import tiles_of
 from .packing import BytePacking, running
 
-# Threads share so many parts of the work or more, where there are so many.
-_TASKS = 8
 # Vector registers by lanes, and the most outputs of a tile.
 _REGISTERS = {16: 31, 8: 15, 4: 15}
 _MOST_ROWS = 12
-
-
-def emit_conv_bytes(body: Body, op: Op) -> None:
-    """Emit a convolution of bytes."""
-    machine = body.machine
-    if machine.lanes == 16 and not (machine.has_byte_products or machine.has_words):
-        raise NotOneKernel("the processor multiplies no vectors of 16-bit numbers")
-    _ByteConvolution(body, op).run()
-
-
-def _known(body: Body, value: Value) -> int | None:
-    """Return the number that all elements of a value are, if it is known."""
-    op = body.group.inline.get(value)
-    while op is not None and op.kind in (*VIEWS, "broadcast"):
-        op = body.group.inline.get(op.ins[0])
-    number = op.attrs["value"] if op is not None and op.kind == "const" else None
-    return number if isinstance(number, int) else None
 
 
 @dataclass(frozen=True)
@@ -74,13 +55,12 @@ class _Tile:
     vectors: int
 
 
-class _ByteConvolution(BytePacking):
+class PositionLanes(BytePacking):
     """The emitter of the loops of one convolution of bytes."""
 
     def __init__(self, body: Body, op: Op) -> None:
         super().__init__(body, op)
         out = op.outs[0]
-        self.symmetric = _known(body, self.zeros) == self.moved
         width, height = (prod(self.outs), 1) if self.dense else (self.outs[-1], prod(self.outs[-2:-1]))
         self.tiles = tiles_of(height, width, self.planes.extents[-1], self.lanes)
         self.outer = () if self.dense else self.outs[: -2 if self.tiles.by_rows else -1]
@@ -91,21 +71,8 @@ class _ByteConvolution(BytePacking):
         self.merged = self.dense and body.merged_from(out.type.dims, others) <= 2
 
     def run(self) -> None:
-        emit, planes = self.emit, self.planes
-        size = self.groups * self.filters * (planes.steps + 1)
-        ready = self.body.packed_ahead(self.op, size, "i32", self._fill)
-        self.weights = emit.alloc(size, "i32", "wp") if ready is None else ready
-        if ready is None:
-            self._fill(self.weights)
         # A tile reads whole vectors, also behind the last position.
-        slack = self.tiles.vectors * self.lanes
-        self.words = emit.alloc(self.images * self.groups * self.image_words + slack, "i32", "words")
-        self._pack()
-        with emit.loop(slack, SERIAL, "l") as lane:
-            emit.store(self.words, i32(0), lane + self.images * self.groups * self.image_words)
-        self.offsets = emit.alloc(len(planes.offsets), "i32", "offsets")
-        for number, offset in enumerate(planes.offsets):
-            emit.store(self.offsets, i32(offset), i32(number))
+        self.prepare(slack=self.tiles.vectors * self.lanes)
         self._products()
 
     # ------------------------------------------------------------------------------ products
@@ -116,7 +83,7 @@ class _ByteConvolution(BytePacking):
         blocks = ceil_div(self.filters, self.height)
         parts = tiles.whole + (1 if tiles.rest else 0)
         counts = (self.images, self.groups, *self.outer, parts)
-        chunks = min(blocks, ceil_div(_TASKS, prod(counts)))
+        chunks = min(blocks, ceil_div(TASKS, prod(counts)))
         work = self.op.outs[0].type.size * self.planes.steps // 4
         with emit.loop(prod(counts) * chunks, parallel_if(self.body.machine, work), "t") as task, self.body.point():
             image, group, *outer, part, chunk = (emit.bind(i, "i") for i in unravel(task, (*counts, chunks)))
@@ -186,32 +153,18 @@ class _ByteConvolution(BytePacking):
             at = emit.bind(at, "at")
             step = emit.bind(word * taps + tap, "step")
             data = [
-                self._kept(tirx.BufferLoad(self.words, [tirx.Ramp(at + v * lanes, 1, lanes)]), "x")
+                kept(emit, lanes, tirx.BufferLoad(self.words, [tirx.Ramp(at + v * lanes, 1, lanes)]), "x")
                 for v in range(tile.vectors)
             ]
             for r, row in enumerate(totals):
-                weight = self._kept(tirx.Broadcast(factor(step, r), lanes), "f")
+                weight = kept(emit, lanes, tirx.Broadcast(factor(step, r), lanes), "f")
                 for acc, x in zip(row, data, strict=True):
-                    emit.add(tirx.BufferStore(acc, self._dot(acc, x, weight), [every]))
+                    emit.add(
+                        tirx.BufferStore(
+                            acc, byte_dot(lanes, self.depth, tirx.BufferLoad(acc, [every]), x, weight), [every]
+                        )
+                    )
         return totals
-
-    def _kept(self, value: Expr, name: str) -> Expr:
-        """Name a vector, so that it is computed once."""
-        buffer = self.emit.scratch(self.lanes, "int32", name)
-        place = tirx.Ramp(i32(0), 1, self.lanes)
-        self.emit.add(tirx.BufferStore(buffer, value, [place]))
-        return tirx.BufferLoad(buffer, [place])
-
-    def _dot(self, total: Buffer, x: Expr, weight: Expr) -> Expr:
-        """Return sums with the products of `depth` channels added to each."""
-        before, count = tirx.BufferLoad(total, [tirx.Ramp(i32(0), 1, self.lanes)]), self.lanes * self.depth
-        kind = f"int32x{self.lanes}"
-        if self.depth == 4:
-            data, factor = tirx.reinterpret(f"uint8x{count}", x), tirx.reinterpret(f"int8x{count}", weight)
-            return tirx.call_llvm_pure_intrin(kind, "llvm.x86.avx512.vpdpbusd.512", before, data, factor)
-        name = {16: "avx512.pmaddw.d.512", 8: "avx2.pmadd.wd", 4: "sse2.pmadd.wd"}[self.lanes]
-        data, factor = (tirx.reinterpret(f"int16x{count}", words) for words in (x, weight))
-        return before + tirx.call_llvm_pure_intrin(kind, f"llvm.x86.{name}", data, factor)
 
     def _spill(self, totals: list[list[Buffer]], buffer: Buffer) -> None:
         every, at = tirx.Ramp(i32(0), 1, self.lanes), 0

@@ -17,18 +17,35 @@ from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, Buffer, Expr, ceil_div, i32
 from penstock.backends.tvm.kernels.tools.transpose import pieces
-from penstock.ir.graph import Op
-from penstock.ir.ops import complete_attrs, integer, window_of
+from penstock.ir.graph import Op, Value
+from penstock.ir.ops import VIEWS, complete_attrs, integer, window_of
 
-from .geometry import planes_of
+from .geometry import BytePlanes, planes_of
+
+
+def is_symmetric(body: Body, op: Op) -> bool:
+    """Return whether the zero points of the weight are known to be none, as a number with sign."""
+    return _known(body, op.ins[3]) == (128 if op.ins[1].type.dtype == "u8" else 0)
+
+
+def _known(body: Body, value: Value) -> int | None:
+    """Return the number that all elements of a value are, if it is known."""
+    op = body.group.inline.get(value)
+    while op is not None and op.kind in (*VIEWS, "broadcast"):
+        op = body.group.inline.get(op.ins[0])
+    number = op.attrs["value"] if op is not None and op.kind == "const" else None
+    return number if isinstance(number, int) else None
 
 
 class BytePacking:
     """The emitter of the packed forms of one convolution."""
 
-    # Outputs of a tile, and the memory of the planes: who multiplies sets them.
+    # Outputs of a tile: who multiplies sets it.
     height: int
+    # The packed weights and images, and where taps read.
+    weights: Buffer
     words: Buffer
+    offsets: Buffer
 
     def __init__(self, body: Body, op: Op) -> None:
         self.body, self.op, self.emit, self.lanes = body, op, body.emit, body.lanes
@@ -38,7 +55,7 @@ class BytePacking:
         self.groups, self.window = integer(attrs["groups"]), window_of(attrs, self.weight.type.dims[2:])
         self.images, self.outs = out.type.dims[0], out.type.dims[2:]
         self.channels, self.filters = self.weight.type.dims[1], out.type.dims[1] // self.groups
-        self.planes = planes_of(self.window, self.outs, self.channels, self.depth)
+        self.planes = self._planes()
         self.image_words = prod(map(len, self.planes.phases)) * self.planes.words * self.planes.size
         # What is added to x so that it has no sign, and taken from the weight so that it has one.
         self.x_moved, self.moved = (
@@ -47,6 +64,27 @@ class BytePacking:
         )
         # One row of all positions, if there is nothing between rows.
         self.dense = self.planes.extents == self.outs
+        self.symmetric = is_symmetric(body, op)
+
+    def _planes(self) -> BytePlanes:
+        return planes_of(self.window, self.outs, self.channels, self.depth)
+
+    def prepare(self, slack: int = 0, weights_slack: int = 0) -> None:
+        """Emit the packed weights, the words of images and the offsets of taps, with room for so many words more."""
+        emit, planes, body = self.emit, self.planes, self.body
+        size = self.groups * self.filters * (planes.steps + 1) + weights_slack
+        ready = body.packed_ahead(self.op, size, "i32", self._fill)
+        self.weights = emit.alloc(size, "i32", "wp") if ready is None else ready
+        if ready is None:
+            self._fill(self.weights)
+        count = self.images * self.groups * self.image_words
+        self.words = emit.alloc(count + slack, "i32", "words")
+        self._pack()
+        with emit.loop(slack, SERIAL, "l") as lane:
+            emit.store(self.words, i32(0), lane + count)
+        self.offsets = emit.alloc(len(planes.offsets), "i32", "offsets")
+        for number, offset in enumerate(planes.offsets):
+            emit.store(self.offsets, i32(offset), i32(number))
 
     # ------------------------------------------------------------------------------ weights
 
@@ -131,14 +169,15 @@ class BytePacking:
             self._plane(image, first, channels, phase, at, around)
 
     def _plane(self, image: Expr, first: Expr, channels: int, phase: tuple[int, ...], at: Expr, around: Expr) -> None:
-        emit, window, sizes, extents = self.emit, self.window, self.x.type.dims[2:], self.planes.extents
+        emit, window, planes = self.emit, self.window, self.planes
+        sizes, extents = self.x.type.dims[2:], planes.extents
         if self.dense and sizes == extents and not any(window.low):
             self._run(image, first, channels, None, (0, 1, prod(sizes)), at)
             return
         with emit.loop(prod(extents[:-1]), SERIAL, "r") as row, self.body.point():
             place, inside = [], []
             for e, s, p, low, size, extent in zip(
-                unravel(row, extents[:-1]), window.strides, phase, window.low, sizes, extents, strict=False
+                unravel(row, extents[:-1]), planes.strides, phase, window.low, sizes, extents, strict=False
             ):
                 y = emit.bind(e * s + (p - low), "y")
                 place.append(y)
@@ -146,7 +185,7 @@ class BytePacking:
                     inside.append(y >= 0)
                 if (extent - 1) * s + p - low >= size:
                     inside.append(y < size)
-            stride, low, size, extent = window.strides[-1], window.low[-1] - phase[-1], sizes[-1], extents[-1]
+            stride, low, size, extent = planes.strides[-1], window.low[-1] - phase[-1], sizes[-1], extents[-1]
             begin = min(max(ceil_div(low, stride), 0), extent)
             end = max(min((size - 1 + low) // stride + 1, extent), begin)
             line = emit.bind(at + row * extent, "line")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backends.tvm.kernels.conv.integers import choose
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
@@ -52,6 +54,12 @@ SHAPES = (
     Shape((1, 4, 3, 5, 1), (5, 4, 1, 1, 1)),
     Shape((1, 2, 40, 3), (6, 2, 3, 3), strides=(1, 2)),
     Shape((1, 4, 5, 6, 7), (5, 4, 3, 2, 3), strides=(1, 1, 2), pads=(1, 0, 1, 1, 1, 1)),
+)
+# For outputs in lanes: parts of panels, chunks and tiles.
+MORE = (
+    Shape((1, 5, 9, 15), (41, 5, 3, 3), pads=(1, 1, 1, 1)),
+    Shape((2, 3, 21, 38), (33, 3, 3, 3), pads=(1, 1, 1, 1)),
+    Shape((1, 4, 30, 30), (20, 4, 1, 1)),
 )
 
 
@@ -117,10 +125,21 @@ def exact(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_sums_are_exact(target: str, tmp_path: Path) -> None:
-    graphs = [replace(convolution(s), name=f"s0.F{i}") for i, s in enumerate(SHAPES)]
-    program = build(graphs, tmp_path, target)
-    for graph, s in zip(graphs, SHAPES, strict=True):
+def test_sums_are_exact(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "turns_outputs", lambda *sizes: False)
+    _check(SHAPES, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sums_are_exact_with_outputs_in_lanes(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "turns_outputs", lambda *sizes: True)
+    _check([replace(s, symmetric=True) for s in (*SHAPES[1::2], SHAPES[10], *MORE)], target, tmp_path)
+
+
+def _check(shapes: Sequence[Shape], target: str, folder: Path) -> None:
+    graphs = [replace(convolution(s), name=f"s0.F{i}") for i, s in enumerate(shapes)]
+    program = build(graphs, folder, target)
+    for graph, s in zip(graphs, shapes, strict=True):
         arrays = operands(s)
         fed = [a for i, a in enumerate(arrays) if not (s.symmetric and i == 3)]
         sums, scaled = program.call(graph.name, [torch.tensor(a) for a in fed])
