@@ -15,7 +15,7 @@
 #   make bench        all benchmarks in small (minutes)      make bench-full   at full size (half an hour)
 #   make bench-kernels  all kernels against torch, row by row
 #   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
-#   make bench-schedules  time per batch of the schedules with computations of a given length (eight minutes)
+#   make bench-schedules  time per batch of the schedules with computations of a given length (ten minutes)
 #   make docs         write the generated parts of the documentation anew, and build its site in site/
 #   make dist         sdist and wheel into dist/, checked, and the wheel tried in an empty environment (minutes, downloads)
 #   make sbom         dist/sbom.cdx.json: what penstock runs on here, with versions and licences (CycloneDX)

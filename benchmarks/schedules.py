@@ -1,12 +1,13 @@
 """The promises of schedules, measured in the real runtime with paced computations: time per batch against the formula.
 
-    python benchmarks/schedules.py                                      all rows: eight minutes
+    python benchmarks/schedules.py                                      all rows: ten minutes
     python benchmarks/schedules.py --only 4x6 --json schedules.json     d x m
 
 Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over
 gloo, real stores, real programs. Only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a whole
 backward 40 ms, of which weight gradients take 20 ms where they are separate. The workers sleep most of the time, so
 that eight of them fit on one or two cores. Rows with latency have links on which a message takes as long as a forward.
+With `/2` behind the name of a schedule each device has two stages, whose computations take half as long each.
 
 The schedules of a row take turns, a few batches each, round after round. A batch's time is from the end of the one
 before to its own on the last stage; the row's is the median. `formula` is that of docs/schedules.md, played by the
@@ -34,9 +35,10 @@ from machine import write_json
 
 import penstock as ps
 from penstock.ir.grid import time_per_batch
+from penstock.ir.schedule import Schedule
 from penstock.models import write_mlp
 from penstock.passes.schedules.dealing import equal_shares
-from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs, build_schedule
 from penstock.runtime.job.job import Job
 
 
@@ -44,8 +46,8 @@ class Row(NamedTuple):
     """A pipeline to measure under several schedules.
 
     `latency` is in forwards. The first schedule is the reference of the others. A suffix of a schedule's name says that
-    gradients are clipped, for which stages exchange their norms before every update, or that each stage is on two
-    devices (x2), which share the microbatches.
+    gradients are clipped, for which stages exchange their norms before every update, that each stage is on two
+    devices (x2), which share the microbatches, or that each device has several stages (/2).
     """
 
     stages: int
@@ -66,6 +68,9 @@ ROWS = (
     Row(4, 8, 0, FLUSH),
     Row(8, 8, 0, (*FLUSH, "2bw" + CLIP)),
     Row(8, 32, 0, ("1f1b", "2bw")),
+    Row(2, 4, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2")),
+    Row(4, 4, 0, ("1f1b", "interleaved /2", "interleaved /4")),
+    Row(4, 16, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2")),
     Row(4, 6, 1, ("2bw", "eager-2bw")),
     Row(2, 8, 0, ("1f1b", "1f1b" + TWICE, "2bw", "2bw" + TWICE)),
 )
@@ -73,20 +78,38 @@ ROWS = (
 
 def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> Job:
     """Start the workers of one schedule: one product per stage, so that every stage has weights and sends both ways."""
-    path = write_mlp(folder / "model.onnx", (4,) * (row.stages + 1), None, seed=1)
+    packs = packs_of(schedule)
+    path = write_mlp(folder / "model.onnx", (4,) * (row.stages * packs + 1), None, seed=1)
     model = ps.from_onnx(path, dims={"batch": 1})
     products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
     clip = 1.0 if schedule.endswith(CLIP) else 0.0
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.01), microbatches=row.microbatches, clip=clip)
     each = 2 if schedule.endswith(TWICE) else 1
     cluster = ps.Cluster.local(each * row.stages)
-    plan = ps.plan(model, cluster, training, schedule=kind_of(schedule), replicas=each, split_at=products[1:])
+    kind = kind_of(schedule)
+    plan = ps.plan(model, cluster, training, schedule=kind, replicas=each, split_at=products[1:], packs=packs)
     bundle = ps.compile(plan, folder / "bundle", backend="numpy")
-    return ps.open(bundle, data="synthetic", pace=pace, latency=row.latency * pace["F"], audit=True)
+    latency = row.latency * pace["F"]
+    each_pace = {kind: seconds / packs for kind, seconds in pace.items()}
+    return ps.open(bundle, data="synthetic", pace=each_pace, latency=latency, audit=True)
 
 
 def kind_of(name: str) -> str:
-    return name.removesuffix(CLIP).removesuffix(TWICE)
+    return name.removesuffix(CLIP).removesuffix(TWICE).partition(" /")[0]
+
+
+def packs_of(name: str) -> int:
+    """Return the stages on each device."""
+    return int(name.partition(" /")[2] or 1)
+
+
+def built(name: str, row: Row) -> Schedule:
+    """Return the schedule of a contender, with its messages."""
+    kind, each = kind_of(name), 2 if name.endswith(TWICE) else 1
+    if kind in PACK_SCHEDULES:
+        return build_packs(kind, PACK_SCHEDULES[kind].packs(row.stages, packs_of(name)), row.microbatches)
+    shares = [equal_shares(each, row.microbatches)] * row.stages
+    return build_schedule(kind, row.stages, row.microbatches, shares)
 
 
 def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[str, Any]]:
@@ -109,9 +132,8 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
     lines: list[dict[str, Any]] = []
     for name in row.schedules:
         kind, each = kind_of(name), 2 if name.endswith(TWICE) else 1
-        shares = [equal_shares(each, row.microbatches)] * row.stages
-        schedule = build_schedule(kind, row.stages, row.microbatches, shares)
-        expected = time_per_batch(schedule, forward, 2 * forward, forward, latency=row.latency * forward)
+        part = forward / packs_of(name)
+        expected = time_per_batch(built(name, row), part, 2 * part, part, latency=row.latency * forward)
         lines.append(
             {
                 "stages": row.stages,
@@ -122,7 +144,7 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
                 "formula": expected,
                 "ideal": row.microbatches * 3 * forward / each,
                 "live": live[name],
-                "versions": SCHEDULES[kind].delay + 1,
+                "versions": 1 if kind in PACK_SCHEDULES else SCHEDULES[kind].delay + 1,
                 "times": times[name],
             }
         )
