@@ -4,10 +4,13 @@ channels are added.
 In: a Correlation. Out: loops
 
     pack weights  [panel][phase, channel, tap][channels out in lanes]
-    for image:    copy it with a border of zeros (when windows reach over the edge)
+    for image:    copy it with a border of zeros (when windows reach over the edge, and copying is soon made up for)
       for panel, strip of output rows, phase, tile:
         accumulators [positions, lanes] = sum over (channel, tap) of one source element * one row of packed weights
       transpose the strip, and `Body.finish` on vectors of neighbouring positions
+
+Where there are few products of each element, as with strides, the source is read where it lies: tiles whose taps may be
+outside of it ask for each if it is inside.
 
 All phases of a strip leave their sums in the same buffer, interleaved, so no pass is needed to merge them.
 Order: parts of an image outside where the weights are few: what is copied of the source stays in the cache, and threads
@@ -18,6 +21,7 @@ read of the images, else panels outside.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 from tvm import tirx
@@ -33,7 +37,7 @@ from penstock.backends.tvm.kernels.tools.correlation import (
     strip_rows,
 )
 from penstock.backends.tvm.kernels.tools.elements import unravel
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, TVM_DTYPES, VECTOR, Buffer, Expr, ceil_div, literal, load
 from penstock.backends.tvm.kernels.tools.register_tile import RegisterTile
 from penstock.backends.tvm.kernels.tools.transpose import transpose_block
 
@@ -49,6 +53,9 @@ def emit_tiles(body: Body, c: Correlation, lanes: int) -> None:
 _FEW_WEIGHTS, _PART = 1 << 17, 1 << 15
 # Threads share so many parts, or more.
 _TASKS = 8
+# Products of an element of the source, up to which a copy of it is a notable part of the time. It is then read where it
+# lies if at most so many columns read outside of it, and one of so many rows, which are slower.
+_COPIED, _MOST_OUTSIDE, _ROWS = 144, 2, 16
 
 
 def _vectors_of(body: Body, c: Correlation, lanes: int) -> int:
@@ -100,6 +107,8 @@ class _PositionTile:
     w: Expr
     height: int
     width: int
+    # Columns of the tile of which some tap may be outside of a source that is read where it lies.
+    outside: frozenset[int] = frozenset()
 
     @property
     def cells(self) -> list[Pair]:
@@ -116,6 +125,7 @@ class _TiledCorrelation(Panels):
         self.panel_size = c.channels * self.tap_count * self.width
         self.source = BorderedSource(body, c)
         self.strip = strip_rows(c.spatial, c.step[0], lanes)
+        self.in_place = False
 
     def run(self) -> None:
         c, emit = self.c, self.emit
@@ -129,7 +139,11 @@ class _TiledCorrelation(Panels):
                 self._pack(_PanelWeights(jo, packed, jo * self.panel_size))
 
         ready = self.body.packed_ahead(c.op, weights, c.dtype, fill)
-        parts = self._parts() if self._is_cut(weights) else 0
+        cut = self._is_cut(weights)
+        self.in_place = cut and self._is_read_in_place()
+        if self.in_place:
+            self.source = BorderedSource(self.body, c, in_place=True)
+        parts = self._parts() if cut else 0
         if parts:
             packed = ready
             if packed is None:
@@ -168,6 +182,33 @@ class _TiledCorrelation(Panels):
         c = self.c
         return len(c.phases) == 1 and c.step == (1, 1) and weights <= _FEW_WEIGHTS and prod(c.phases[0].taps) > 0
 
+    def _is_read_in_place(self) -> bool:
+        """Return whether tiles read a source with a border where it lies: copying it takes a notable part of the time,
+        and few rows and columns meet the border."""
+        c, taps = self.c, prod(self.c.phases[0].taps)
+        if c.plain is None or not c.needs_border or str(c.plain.dtype) != TVM_DTYPES[c.dtype]:
+            return False
+        if c.strides[1] == 1 or self.most // c.spatial[1] > 1 or taps * c.filters > _COPIED * prod(c.strides):
+            return False
+        rows = sum(self._is_outside(row, 0) for row in range(c.spatial[0]))
+        return rows * _ROWS <= c.spatial[0] and sum(map(len, self._columns_outside())) <= _MOST_OUTSIDE
+
+    def _column_tiles(self) -> list[Pair]:
+        """Return the first column and the width of each tile of a row."""
+        columns = self.c.phases[0].counts[1]
+        _, wide = _tile_of((1, columns), self.most)
+        return [(w, min(wide, columns - w)) for w in range(0, columns, wide)]
+
+    def _columns_outside(self) -> list[frozenset[int]]:
+        """Return for each tile of a row its columns of which some tap is outside of the source."""
+        return [frozenset(j for j in range(width) if self._is_outside(w + j, 1)) for w, width in self._column_tiles()]
+
+    def _is_outside(self, place: int, axis: int) -> bool:
+        """Return whether some tap of an output row, or column, is outside of the source."""
+        c, (phase,) = self.c, self.c.phases
+        first = place * c.strides[axis] + phase.shift[axis] - c.low[axis]
+        return first < 0 or first + (phase.taps[axis] - 1) * c.dilations[axis] >= c.sizes[axis]
+
     def _parts(self) -> int:
         """Return how many parts an image is cut into for threads and caches, so that few rows of the source are copied
         for two parts. Strips become shorter where there would be less than a strip for each part."""
@@ -175,7 +216,7 @@ class _TiledCorrelation(Panels):
         row = c.groups * c.channels * self.source.width * c.strides[0]
         wanted = max(ceil_div(c.spatial[0] * row, _PART), ceil_div(_TASKS, c.images))
         again = max((c.phases[0].taps[0] - 1) * c.dilations[0] + 1 - c.strides[0], 0)
-        if c.needs_border and again:
+        if c.needs_border and again and not self.in_place:
             wanted = min(wanted, max(c.spatial[0] * c.strides[0] // (4 * again), 1))
         while self.strip % 2 == 0 and c.spatial[0] < wanted * self.strip:
             self.strip //= 2
@@ -187,14 +228,16 @@ class _TiledCorrelation(Panels):
         strips, left = divmod(c.spatial[0], self.strip)
         counts = [(i + 1) * strips // parts - i * strips // parts for i in range(parts)]
         rows = max(max(counts) * self.strip, counts[-1] * self.strip + left)
-        if c.needs_border:
+        if c.needs_border and not self.in_place:
             self.source.hold_rows((rows - 1) * c.strides[0] + (c.phases[0].taps[0] - 1) * c.dilations[0] + 1)
         self._fill_offsets()
+        if self.in_place:
+            self._fill_places()
         with emit.loop(c.images * parts, kind, "part") as number, self.body.point():
             image, part = (emit.bind(x, "i") for x in unravel(number, (c.images, parts)))
             first, last = (emit.bind(tirx.floordiv((part + i) * strips, parts), "strip") for i in (0, 1))
             top = literal(0, "i32")
-            if c.needs_border:
+            if c.needs_border and not self.in_place:
                 top = emit.bind(first * (self.strip * c.strides[0]) + c.phases[0].shift[0], "top")
                 self.source.alloc(False)
                 self.source.copy_rows(image, top)
@@ -221,6 +264,25 @@ class _TiledCorrelation(Panels):
                 if rows * columns:
                     emit.store(self.offsets, away, (k * rows + r) * columns + s + start)
             start += c.channels * rows * columns
+
+    def _fill_places(self) -> None:
+        """Note for each term its row and column in a window, and a line that the window below reads."""
+        c, emit, (rows, columns) = self.c, self.emit, self.c.phases[0].taps
+        self.taps_at = [emit.alloc(c.channels * self.tap_count, "i32", "tap") for _ in range(2)]
+        self.below = emit.alloc(c.channels * self.tap_count, "i32", "below")
+        with (
+            emit.loop(c.channels, SERIAL, "c") as k,
+            emit.loop(rows, SERIAL, "r") as r,
+            emit.loop(columns, SERIAL, "s") as s,
+        ):
+            term = (k * rows + r) * columns + s
+            line = (r * c.dilations[0] + c.strides[0]) * self.source.width + s * self.lanes
+            for table, value in (
+                (self.taps_at[0], r * c.dilations[0]),
+                (self.taps_at[1], s * c.dilations[1]),
+                (self.below, k * self.source.plane + line),
+            ):
+                emit.store(table, value, term)
 
     # ------------------------------------------------------------------------------ weights
 
@@ -335,6 +397,9 @@ class _TiledCorrelation(Panels):
             if height == 0 or phase.counts[1] == 0:
                 start += c.channels * prod(phase.taps)
                 continue
+            if self.in_place:
+                self._row_tiles(weights, strip, height)
+                continue
             tall, wide = _tile_of((height, phase.counts[1]), self.most)
             for h, th in cover(emit, height, tall, "h"):
                 for w, tw in cover(emit, phase.counts[1], wide, "w"):
@@ -342,6 +407,30 @@ class _TiledCorrelation(Panels):
                         self._tile(weights, strip, _PositionTile(phase, start, h, w, th, tw))
             start += c.channels * prod(phase.taps)
         self.finish(image, weights.panel, strip.sums, unit * c.step[0], rows)
+
+    def _row_tiles(self, weights: _PanelWeights, strip: _PositionStrip, height: int) -> None:
+        """Emit the tiles of a strip, one row high, which read the source where it lies."""
+        c, emit, (phase,) = self.c, self.emit, self.c.phases
+        reach = (phase.taps[0] - 1) * c.dilations[0]
+        with emit.loop(height, SERIAL, "h") as h, self.body.point():
+            top = emit.bind((strip.unit + h) * c.strides[0] + (phase.shift[0] - c.low[0]), "top")
+            inside = tirx.all(top >= 0, top + reach < c.sizes[0])
+            for outside, width, first, count in self._alike():
+                with emit.loop(count, SERIAL, "w") as w, self.body.point():
+                    column = w * width + first if count > 1 else literal(first, "i32")
+                    for met, columns in ((inside, outside), (tirx.Not(inside), frozenset(range(width)))):
+                        with emit.when(met), self.body.point():
+                            self._tile(weights, strip, _PositionTile(phase, 0, h, column, 1, width, columns))
+
+    def _alike(self) -> list[tuple[frozenset[int], int, int, int]]:
+        """Return runs of tiles of a row that are alike: their columns outside, their width, the first column, and how
+        many they are."""
+        tiles = zip(self._columns_outside(), self._column_tiles(), strict=True)
+        runs = []
+        for (outside, width), run in groupby(tiles, lambda one: (one[0], one[1][1])):
+            places = [w for _, (w, _) in run]
+            runs.append((outside, width, places[0], len(places)))
+        return runs
 
     def _tile(self, weights: _PanelWeights, strip: _PositionStrip, tile: _PositionTile) -> None:
         """Sum a tile in registers, and leave its sums among those of the strip."""
@@ -359,14 +448,29 @@ class _TiledCorrelation(Panels):
         c, emit, phase = self.c, self.emit, tile.phase
         first = weights.base + tile.start * self.width
         group, _ = self.split(weights.panel)
-        top = (strip.unit + tile.h) * c.strides[0] + phase.shift[0] - strip.below
-        left = tile.w * c.strides[1] + phase.shift[1]
+        low = c.low if self.in_place else (0, 0)
+        top = (strip.unit + tile.h) * c.strides[0] + (phase.shift[0] - low[0]) - strip.below
+        left = tile.w * c.strides[1] + (phase.shift[1] - low[1])
+        if tile.outside:
+            top, left = emit.bind(top, "top"), emit.bind(left, "left")
         corner = emit.bind(self.source.position(strip.image, group * c.channels, top, left), "corner")
         # One loop over channels and taps, with a table of the places that each reads. The compiler would unroll nested
         # short loops and keep reads of neighbouring windows, which overruns registers.
         with emit.loop(c.channels * prod(phase.taps), SERIAL, "k") as k, self.body.point():
             line = sums.line(weights.packed, first + k * self.width)
             at = emit.bind(corner + tirx.BufferLoad(self.offsets, [k + tile.start]), "at")
+            if self.in_place:
+                # The processor's own prediction does not go on from one short run to the next.
+                emit.prefetch(c.plain, corner + tirx.BufferLoad(self.below, [k]), False, near=False)
             for number, (i, j) in enumerate(tile.cells):
                 offset = i * c.strides[0] * self.source.width + j * c.strides[1]
-                sums.add(number, self.source.load(at + offset), line)
+                value = self._guarded(at + offset, top, left + j * c.strides[1], k) if j in tile.outside else None
+                sums.add(number, self.source.load(at + offset) if value is None else value, line)
+
+    def _guarded(self, at: Expr, top: Expr, left: Expr, k: Expr) -> Expr:
+        """Load an element that term k reads of the window at (top, left); outside of the source it is zero."""
+        c = self.c
+        row, column = (x + tirx.BufferLoad(t, [k]) for x, t in zip((top, left), self.taps_at, strict=True))
+        inside = tirx.all(row >= 0, row < c.sizes[0], column >= 0, column < c.sizes[1])
+        there = self.source.load(tirx.Select(inside, at, literal(0, "i32")))
+        return tirx.Select(inside, there, literal(0, c.dtype))

@@ -115,12 +115,12 @@ def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
 class BorderedSource:
     """The source with its border, read from a copy or in place."""
 
-    def __init__(self, body: Body, c: Correlation) -> None:
+    def __init__(self, body: Body, c: Correlation, in_place: bool = False) -> None:
         self.body, self.c, self.emit = body, c, body.emit
         self.buffer: Buffer | None = None
         self.whole_batch = False
         self.split = 1
-        self.height, self.width = c.padded if c.needs_border else c.sizes
+        self.height, self.width = c.padded if c.needs_border and not in_place else c.sizes
 
     def split_columns(self, extra: int) -> None:
         """Keep columns apart by their remainder modulo the stride, with some more behind the end for whole vectors."""

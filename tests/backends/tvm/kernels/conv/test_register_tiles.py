@@ -1,5 +1,5 @@
 """Convolutions by tiles of positions and channels, image by image and in parts of an image, against the interpreter:
-borders, strips left over, panels of three vectors, groups."""
+borders that are copied or asked for, strips left over, panels of three vectors, groups."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ CASES = {
     "dilations": ConvCase((1, 4, 29, 23), (18, 4, 3, 3), strides=BOTH, dilations=(3, 2), pads=(3, 2, 3, 2)),
     "left out": ConvCase((1, 6, 30, 30), (16, 6, 1, 2), strides=(3, 3)),
     "more rows than the source": ConvCase((1, 4, 6, 9), (17, 4, 3, 3), strides=(1, 2), pads=(4, 1, 5, 1)),
-    "groups": ConvCase((2, 8, 26, 26), (64, 4, 3, 3), strides=BOTH, pads=SAME, groups=2),
+    "groups": ConvCase((2, 8, 32, 26), (64, 4, 3, 3), strides=BOTH, pads=SAME, groups=2),
     "images": ConvCase((9, 3, 18, 18), (16, 3, 3, 3), strides=BOTH, pads=SAME),
     "one row": ConvCase((1, 6, 77), (24, 6, 5), strides=(2,), pads=(2, 2), dilations=(1,)),
-    "double": ConvCase((1, 3, 23, 25), (24, 3, 3, 3), strides=BOTH, pads=SAME, dtype="f64"),
+    "several tiles of a row": ConvCase((1, 8, 32, 121), (32, 8, 3, 3), strides=BOTH, pads=SAME),
+    "both ends": ConvCase((2, 7, 63, 61), (20, 7, 3, 3), strides=BOTH, pads=SAME),
+    "double": ConvCase((1, 3, 32, 25), (24, 3, 3, 3), strides=BOTH, pads=SAME, dtype="f64"),
 }
 # Of these the gradient for the input, too: it has several phases.
 GRADIENTS = ("three colours", "groups", "double")
@@ -40,6 +42,10 @@ GRAPHS = {
     for gradient in (False, True)
     if not gradient or name in GRADIENTS
 }
+
+
+# Sources with a border that are read where they lie.
+IN_PLACE = ("three colours", "even border", "groups", "one row", "several tiles of a row", "both ends", "double")
 
 
 def parts_of(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -73,10 +79,37 @@ def test_few_weights_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_control_a_part_that_begins_a_row_later_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = GRAPHS["three colours", False]
+    graph = GRAPHS["several panels", False]
     copy_rows = register_tiles.BorderedSource.copy_rows
     monkeypatch.setattr(
         register_tiles.BorderedSource, "copy_rows", lambda self, image, top: copy_rows(self, image, top + 1)
+    )
+    program = build([graph], tmp_path)
+    assert compare(program, graph, make_args(graph, np.random.default_rng(1)))
+
+
+def test_sources_with_few_products_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    emitter = register_tiles._TiledCorrelation
+    emit = emitter._row_tiles
+    monkeypatch.setattr(emitter, "_row_tiles", lambda self, *given: (taken.append(name), emit(self, *given)))
+    for name in CASES:
+        plan_kernels(GRAPHS[name, False], machine_of("skylake-avx512"))
+    assert tuple(dict.fromkeys(taken)) == IN_PLACE
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_control_a_border_that_nobody_asks_for_is_noticed(
+    axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = GRAPHS["both ends", False]
+    guarded = register_tiles._TiledCorrelation._guarded
+    # Far inside on one axis: only the other one is asked for.
+    far = 4
+    monkeypatch.setattr(
+        register_tiles._TiledCorrelation,
+        "_guarded",
+        lambda self, at, top, left, k: guarded(self, at, *((far, left) if axis == 0 else (top, far)), k),
     )
     program = build([graph], tmp_path)
     assert compare(program, graph, make_args(graph, np.random.default_rng(1)))
