@@ -26,6 +26,11 @@ from typing import Literal
 
 FORWARD, AGAIN, BACKWARD, WEIGHTS, PARTS, NORM_PARTS, UPDATE = "F", "R", "B", "W", "P", "N", "U"
 SUM, LET_GO, DROP = "AR", "L", "D"
+COPY_IN, COPY_OUT = "CI", "CO"
+# The items of a stage that actions move between memory spaces, and what their actions are counted by: its optimiser
+# state.
+STATE_ITEM = "o"
+ITEMS: dict[str, Literal["microbatch", "batch"]] = {STATE_ITEM: "batch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,13 @@ class ActionKind:
     stage where it is 0. `versions`: a computation reads the weights in one version, or makes the next. `gradients`: it
     adds to those of its batch, sums them over the ranks of its stage, or uses the sum. A computation that a schedule
     may split off is `part_of` the other, whose adding and time it takes over. `partner` is the action at the other end
-    of a message.
+    of a message. With an item an action `may` or `must` name what it works on, and is counted as that is.
     """
 
     name: str
     meaning: str
     per: Literal["microbatch", "batch"]
-    does: Literal["computes", "sends", "receives", "sums", "drops"]
+    does: Literal["computes", "sends", "receives", "sums", "copies", "drops"]
     phase: str = ""
     words: str = ""
     takes: tuple[str, ...] = ()
@@ -55,6 +60,7 @@ class ActionKind:
     gradients: Literal["", "adds", "sums", "uses"] = ""
     part_of: str = ""
     partner: str = ""
+    item: Literal["", "may", "must"] = ""
 
     @property
     def computes(self) -> bool:
@@ -120,10 +126,12 @@ _ROWS = (
     ActionKind(SUM, "sums the gradients of a batch over the ranks of the stage", "batch", "sums", gradients="sums"),
     ActionKind(
         LET_GO,
-        "lets go of what is computed again later",
-        "microbatch", "drops", AGAIN, "forward again",
+        "lets go of what is computed again later, or of an item whose copy is at home",
+        "microbatch", "drops", AGAIN, "forward again", item="may",
     ),
     ActionKind(DROP, "drops all that a microbatch still holds", "microbatch", "drops"),
+    ActionKind(COPY_IN, "begins to copy an item from its home to the device", "batch", "copies", item="must"),
+    ActionKind(COPY_OUT, "begins to copy an item from the device to its home", "batch", "copies", item="must"),
 )  # fmt: skip
 
 ACTION_KINDS: dict[str, ActionKind] = {row.name: row for row in _ROWS}

@@ -135,9 +135,9 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the
-    weights), `zeros`, or the elements themselves. With a `source`, the weights are computed from those of that variable
-    of the model, in a `form` of ir/interpreter/derived.py."""
+    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the weights), `zeros`, or
+    the elements. With a `source`, the weights are computed from those of that variable of the model, in a `form` of
+    ir/interpreter/derived.py. `home`: the memory space where it is between uses, if not the device."""
 
     name: str
     type: TensorType
@@ -148,6 +148,7 @@ class Var:
     init: str | tuple[float, ...] = "file"
     source: str = ""
     form: str = ""
+    home: str = ""
 
 
 # The one axis with a meaning: along it microbatches are dealt out, along every other one ranks share a microbatch.
@@ -273,7 +274,7 @@ class Module:
 
     @property
     def draws(self) -> bool:
-        """Return whether the module draws random numbers: then the number of a microbatch is an input."""
+        """Return whether the module draws random numbers: the number of a microbatch is an input."""
         return any(value.name == MICROBATCH for value in self.inputs)
 
     def but(self, **changed: Any) -> Module:
@@ -349,8 +350,7 @@ def graph_kind(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One buffer a compiled graph reads or writes: `slot` is mb, latest or next for versioned reads and writes, else
-    empty."""
+    """A buffer that a graph reads or writes: `slot` is mb, latest or next where there are versions, else empty."""
 
     var: str
     slot: str
@@ -398,7 +398,7 @@ def touching_ops(graph: Graph | None) -> list[tuple[int, Op]]:
 
 
 def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
-    """Return the variables of the operations of these kinds; none of a graph that is not there."""
+    """Return the variables of the operations of these kinds; none if there is no graph."""
     return {op.var for _, op in touching_ops(graph) if op.kind in kinds}
 
 

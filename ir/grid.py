@@ -21,6 +21,7 @@ from penstock.support.errors import VerifyError
 from .action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, WEIGHTS, adder
 from .schedule import (
     COMPUTE,
+    COPIES,
     MESSAGES,
     PHASES,
     RECEIVES,
@@ -62,13 +63,13 @@ MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(SENDS, Meeting(NOTHING, MESSAGE, NOTHING)),
     **dict.fromkeys(RECEIVES, Meeting(MESSAGE, NOTHING, NOTHING)),
     SUM: Meeting(NOTHING, NOTHING, ARRIVAL),
-    **dict.fromkeys((LET_GO, DROP), _ALONE),
+    **dict.fromkeys((*COPIES, LET_GO, DROP), _ALONE),
 }
 # In the grid an action is a bar, a note behind the computation before it, or not there unless it is marked.
 BAR, NOTE, HIDDEN = "bar", "note", ""
 GRID: dict[str, str] = {
     **dict.fromkeys((FORWARD, AGAIN, BACKWARD, WEIGHTS), BAR),
-    **dict.fromkeys((SUM, *SUM_USERS), NOTE),
+    **dict.fromkeys((SUM, *SUM_USERS, *COPIES), NOTE),
     **dict.fromkeys((*MESSAGES, LET_GO, DROP), HIDDEN),
 }
 
@@ -248,7 +249,7 @@ def format_grid(schedule: Schedule, batches: int, *, width: int | None = None) -
     for rank, line in played.ranks.items():
         for action, start, finish in line:
             text = f"{action.stage if packed else ''}{action.kind}{action.mb}" + (
-                f"@{action.version}" if action.version is not None else ""
+                f"@{action.version}" if action.version is not None else f":{action.item}" if action.item else ""
             )
             at = round(start)
             if GRID[action.kind] == BAR:

@@ -1,6 +1,7 @@
 """The schedule: the program of every rank as a list of actions, in order and with weight versions.
 
-    <stage><kind><microbatch>[@version][>peer|<peer][:stage]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3   0SF3>1:5
+    <stage><kind><microbatch>[@version][>peer|<peer][:stage|:item]
+    0F3@1   0SF3>1   1RF3<0   0U1@2   0D3   0SF3>1:5   0CI1:o
 
 Kinds are the rows of ir/action_kinds.py. `str(action)` and `Action.parse` are exact inverses. For a microbatch:
 
@@ -17,6 +18,9 @@ Once per batch, with the number of the batch:
     U             update
     SP RP SN RN   move results of P and N to where N and U take them
     AR            sums the gradients of a batch over the teams of the stage
+    CI CO         begin to copy an item of the stage from its home in another memory space to the device, or back: `o`,
+                  its optimiser state; a computation that touches it waits for CI
+    L             with an item: lets go of its memory on the device, once CO is done
 
 A stage lies on one rank or on several. Those that run the same microbatches of a batch are a team: they work on each of
 them together. One team of each stage runs a given microbatch, the same one in every batch. Teams are replicas of each
@@ -41,7 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .action_kinds import ACTION_KINDS, FORWARD
+from .action_kinds import ACTION_KINDS, FORWARD, ITEMS
 
 # Lists of actions are written out for a whole batch.
 MOST_MICROBATCHES = 1 << 16
@@ -67,8 +71,10 @@ ADDERS = tuple(row.name for row in _ROWS if row.gradients == "adds")
 SUM_USERS = tuple(row.name for row in _ROWS if row.gradients == "uses")
 # The actions once per batch that are no messages, in the order in which they are done.
 BATCH_ORDER = (*(row.name for row in _ROWS if row.gradients == "sums"), *SUM_USERS)
+# Actions that copy items between memory spaces.
+COPIES = tuple(row.name for row in _ROWS if row.does == "copies")
 _NAMES = "|".join(sorted(KINDS, key=len, reverse=True))
-_ACTION = re.compile(rf"(\d+)({_NAMES})(\d+)(?:@(\d+))?(?:([<>])(\d+)(?::(\d+))?)?")
+_ACTION = re.compile(rf"(\d+)({_NAMES})(\d+)(?:@(\d+))?(?:([<>])(\d+)(?::(\d+))?|:({'|'.join(ITEMS)}))?")
 
 
 class Action(NamedTuple):
@@ -79,6 +85,8 @@ class Action(NamedTuple):
     peer: int | None = None
     # The stage at the other end of a message, where ranks run several.
     end: int | None = None
+    # What it works on, of actions that move between memory spaces.
+    item: str = ""
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind}{self.mb}"
@@ -88,14 +96,15 @@ class Action(NamedTuple):
             text += f"{'<' if self.kind in RECEIVES else '>'}{self.peer}"
         if self.end is not None:
             text += f":{self.end}"
-        return text
+        return f"{text}:{self.item}" if self.item else text
 
     @staticmethod
     def parse(text: str) -> Action:
         match = _ACTION.fullmatch(text)
         if match is not None:
-            stage, kind, mb, version, arrow, peer, end = match.groups()
-            if (arrow or "") == ACTION_KINDS[kind].arrow:
+            stage, kind, mb, version, arrow, peer, end, item = match.groups()
+            row = ACTION_KINDS[kind]
+            if (arrow or "") == row.arrow and row.item in (("may", "must") if item else ("", "may")):
                 return Action(
                     kind,
                     int(stage),
@@ -103,15 +112,21 @@ class Action(NamedTuple):
                     None if version is None else int(version),
                     None if peer is None else int(peer),
                     None if end is None else int(end),
+                    item or "",
                 )
         raise ValueError(
-            f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer][:stage], "
-            "e.g. 0F3@1 or 1RF3<0"
+            f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer][:stage|:item], "
+            "e.g. 0F3@1, 1RF3<0 or 0CI1:o"
         )
 
     def batch(self, per_batch: int) -> int:
         """Return the batch it belongs to."""
-        return self.mb if self.kind in PER_BATCH else self.mb // per_batch
+        return self.mb if self.once else self.mb // per_batch
+
+    @property
+    def once(self) -> bool:
+        """Return whether it is done once per batch, so that its number is that of a batch."""
+        return ITEMS[self.item] == "batch" if self.item else self.kind in PER_BATCH
 
     @property
     def phase(self) -> str:
@@ -122,13 +137,13 @@ class Action(NamedTuple):
     def holder(self) -> int:
         """The number of the unit whose values it works with: those of a microbatch under its number, those of batch t
         under -1 - t."""
-        return -1 - self.mb if self.kind in PER_BATCH else self.mb
+        return -1 - self.mb if self.once else self.mb
 
     def shifted(self, batches: int, per_batch: int) -> Action:
         """Return the same action `batches` later; versions stop at 0."""
-        mb = self.mb + (batches if self.kind in PER_BATCH else batches * per_batch)
+        mb = self.mb + (batches if self.once else batches * per_batch)
         version = None if self.version is None else max(0, self.version + batches)
-        return Action(self.kind, self.stage, mb, version, self.peer, self.end)
+        return Action(self.kind, self.stage, mb, version, self.peer, self.end, self.item)
 
     def other(self, homes: Mapping[int, int] | Sequence[int]) -> int:
         """Return the stage at the other end of a message. `homes` are the stages of ranks that run one."""

@@ -3,12 +3,8 @@
 One operation per line, so that every error has a line number and `diff` works.
 
     module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
-    line      = links | host | device | link | mesh | stage | rank | input | output | batch | bound | var | edge | \
-graph | schedule | note
-    links     = "links " class {" " key "=" literal}
-    host      = "host " name {" " key "=" literal}
-    device    = "device " name {" " key "=" literal} {" " space ":" bytes}
-    link      = "link " name " " name {" " key "=" literal}
+    line      = links | host | space | device | link | mesh | stage | rank | input | output | batch | bound | var | \
+edge | graph | schedule | note                             links to link: see ir/cluster/lines.py
     mesh      = "mesh @" name " (" axis "=" size {", " axis "=" size} ") " device {" " device}
     stage     = "stage " index " on " place
     rank      = "rank " number " on " device " runs" {" " index}   of every rank, where ranks run several stages
@@ -17,7 +13,7 @@ graph | schedule | note
     batch     = "batch %" name " " (dimension | "whole")   where its samples lie, if not along the first dimension
     bound     = "bound " name " " size [" rows"] " : %" name "[" dimension "]" {", %" name "[" dimension "]"}
     var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] \
-[" init " (name | numbers)] [" from @" name " as " name]
+[" init " (name | numbers)] [" from @" name " as " name] [" home " space]
     edge      = "edge " src ">" dst " " phase " : " value {", " value}
     graph     = "graph @" name "(" [value {", " value}] ") {" {op} ["save " names] "return" [" " names] "}"
     op        = [value {", " value} " = "] kind "(" [argument {", " argument}] ")" [" ; " loc]
@@ -39,12 +35,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NoReturn, TypeVar
 
-from penstock.ir.cluster.cluster import Cluster, Device, Host, Link, LinkClass
+from penstock.ir.cluster.lines import ClusterLines, cluster_lines
 from penstock.support.errors import ParseError
 from penstock.support.gc_pause import nothing_collected
 from penstock.support.words import visible
 
-from .attrs import Attr, Scalar, parse_literal, parse_scalar, print_literal, split_items
+from .attrs import Attr, parse_literal, print_literal, split_items
 from .graph import FORMER_ROLES, ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from .ladder.bounds import Bounded, parse_bounded
 from .schedule import Action, Program, Schedule
@@ -110,11 +106,8 @@ def print_var(var: Var) -> str:
         text += f" policy {var.policy}"
     if var.init != "file":
         text += f" init {print_literal(var.init) if isinstance(var.init, tuple) else var.init}"
-    return text + (f" from @{var.source} as {var.form}" if var.source else "")
-
-
-def _print_fields(fields: Mapping[str, Scalar]) -> str:
-    return "".join(f" {k}={print_literal(v)}" for k, v in fields.items())
+    text += f" from @{var.source} as {var.form}" if var.source else ""
+    return f"{text} home {var.home}" if var.home else text
 
 
 def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
@@ -122,15 +115,8 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
     facts = f" facts({', '.join(module.facts)})" if module.facts else ""
     yield f"module @{module.name}{facts} {{"
     if module.cluster is not None:
-        for kind in module.cluster.classes:
-            yield f"  links {kind.kind}{_print_fields(kind.fields())}"
-        for host in module.cluster.hosts:
-            yield f"  host {host.name}{_print_fields(host.fields())}"
-        for device in module.cluster.devices:
-            spaces = "".join(f" {name}:{size}" for name, size in device.spaces)
-            yield f"  device {device.name}{_print_fields(device.fields())}{spaces}"
-        for link in module.cluster.links:
-            yield f"  link {link.a} {link.b}{_print_fields(link.fields())}"
+        for line in cluster_lines(module.cluster):
+            yield f"  {line}"
     for mesh in module.meshes:
         yield f"  mesh @{mesh.name} ({', '.join(f'{a}={n}' for a, n in mesh.axes)}) {' '.join(mesh.devices)}"
     for stage in module.stages:
@@ -187,6 +173,7 @@ _GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
 _VAR = re.compile(
     rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join((*ROLES, *FORMER_ROLES))})(?: versions (\d+))?"
     rf"(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?(?: from @({NAME}) as ({NAME}))?"
+    rf"(?: home ({NAME}))?"
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
@@ -197,8 +184,6 @@ _EDGE = re.compile(r"edge (\d+)>(\d+) ([FBPN]) : (.*)")
 _SCHEDULE = re.compile(rf"schedule ({NAME}) microbatches (\d+) \{{")
 _RANK = re.compile(r"rank (\d+) (start|batch):(.*)")
 _NOTE = re.compile(rf"note ({NAME}): (.*)")
-_FIELD = re.compile(rf"({NAME})=(.*)")
-_SPACE = re.compile(r"(\w+):(\d+)")
 
 
 def _parse_init(text: str) -> str | tuple[float, ...]:
@@ -293,10 +278,7 @@ class _ModuleParser:
         self.name: str | None = None
         self.closed = False
         self.facts: tuple[str, ...] = ()
-        self.devices: list[Device] = []
-        self.links: list[Link] = []
-        self.hosts: list[Host] = []
-        self.classes: list[LinkClass] = []
+        self.cluster = ClusterLines()
         self.meshes: list[Mesh] = []
         self.stages: list[Stage] = []
         self.packs: list[tuple[int, ...]] = []
@@ -312,7 +294,7 @@ class _ModuleParser:
         self.notes: list[Note] = []
         self.batch: dict[str, int | None] = {}
         self.rules: dict[str, Callable[[str], None]] = {
-            "links": self._class, "host": self._host, "device": self._device, "link": self._link, "mesh": self._mesh,
+            **self.cluster.rules, "mesh": self._mesh,
             "stage": self._stage, "rank": self._pack, "input": self._input, "output": self._output,
             "batch": self._batch, "bound": self._bound,
             "var": self._var, "edge": self._edge, "graph": self._graph, "schedule": self._schedule, "note": self._note,
@@ -339,26 +321,6 @@ class _ModuleParser:
             if keyword not in self.rules:
                 raise ValueError(f"expected one of {', '.join(self.rules)} or '}}'")
             self.rules[keyword](line)
-
-    def _device(self, line: str) -> None:
-        name, *words = line.split(" ")[1:]
-        fields = {m[1]: parse_scalar(m[2]) for w in words if (m := _FIELD.fullmatch(w))}
-        spaces = tuple((m[1], int(m[2])) for w in words if (m := _SPACE.fullmatch(w)))
-        if len(fields) + len(spaces) != len(words):
-            raise ValueError("expected 'device name key=value ... space:bytes ...'")
-        self.devices.append(Device.from_fields(name, fields, spaces))
-
-    def _link(self, line: str) -> None:
-        a, b, *words = line.split(" ")[1:]
-        self.links.append(Link.from_fields(a, b, _fields(words)))
-
-    def _host(self, line: str) -> None:
-        name, *words = line.split(" ")[1:]
-        self.hosts.append(Host.from_fields(name, _fields(words)))
-
-    def _class(self, line: str) -> None:
-        kind, *words = line.split(" ")[1:]
-        self.classes.append(LinkClass.from_fields(kind, _fields(words)))
 
     def _mesh(self, line: str) -> None:
         match = _fullmatch(_MESH, line, "mesh @name (axis=size, ...) device ...")
@@ -393,9 +355,10 @@ class _ModuleParser:
         match = _fullmatch(
             _VAR,
             line,
-            f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init ...] [from @name as FORM]",
+            f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init ...] [from @name as FORM] "
+            "[home SPACE]",
         )
-        name, type_text, stage, role, versions, policy, init, source, form = match.groups()
+        name, type_text, stage, role, versions, policy, init, source, form, home = match.groups()
         if name in self.vars:
             raise ValueError(f"@{name} is declared twice")
         self.vars[name] = Var(
@@ -406,7 +369,7 @@ class _ModuleParser:
             int(versions or 1),
             policy or "",
             _parse_init(init or "file"),
-            *(source or "", form or ""),
+            *(source or "", form or "", home or ""),
         )
 
     def _edge(self, line: str) -> None:
@@ -445,17 +408,12 @@ class _ModuleParser:
     def finish(self) -> Module:
         if not self.closed or self.name is None:
             raise ValueError("the text ends before the module does, expected '}'")
-        parts = tuple(self.devices), tuple(self.links), tuple(self.hosts), tuple(self.classes)
-        cluster = Cluster(*parts) if self.devices else None
+        cluster = self.cluster.cluster()
         return Module(
             self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages),
             self.vars, self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes), self.batch,
             tuple(self.bounds), tuple(self.packs),
         )  # fmt: skip
-
-
-def _fields(words: Iterable[str]) -> dict[str, Scalar]:
-    return {m[1]: parse_scalar(m[2]) for m in (_fullmatch(_FIELD, word, "key=value") for word in words)}
 
 
 def _fullmatch(pattern: re.Pattern[str], line: str, expected: str) -> re.Match[str]:

@@ -15,6 +15,7 @@ from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.passes.kernels.libraries import LibrariesOptions, libraries
 from penstock.passes.lengths.bound import BoundOptions, bound
 from penstock.passes.memory.lifetimes import LifetimesOptions, lifetimes
+from penstock.passes.memory.offload import OffloadOptions, offload
 from penstock.passes.memory.recompute import RecomputeOptions, recompute
 from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.partition.split import SplitOptions, split
@@ -56,6 +57,7 @@ PASSES: dict[str, Pass] = {
         Pass("wire", wire, WireOptions, needs=("staged",)),
         Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
         Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
+        Pass("offload", offload, OffloadOptions, needs=("wired",)),
         Pass("libraries", libraries, LibrariesOptions, needs=("staged",)),
         Pass("recompute", recompute, RecomputeOptions, needs=("wired",)),
         Pass("overlap", overlap, OverlapOptions, needs=("staged",)),
@@ -89,7 +91,8 @@ class PipelineOptions:
     microbatches each device of a stage runs; `library`, where there are GPUs, is who computes contractions on them;
     `guard` what is done about the gradient before it is used; `mesh` the axes of every stage's devices, `layouts` how
     tensors lie on them; `weights` the bits of weights in inference; `zero` the level at which replicas share
-    variables out; `packs` the number of stages on a device."""
+    variables out; `packs` the number of stages on a device; `offload` what has its home in another memory space,
+    `space`."""
 
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -104,6 +107,8 @@ class PipelineOptions:
     weights: int = 32
     zero: int = 0
     packs: int = 1
+    offload: str = "none"
+    space: str = ""
 
 
 DEFAULTS = PipelineOptions()
@@ -211,6 +216,13 @@ def _running(options: PipelineOptions) -> list[PipelineEntry]:
         ),
         PipelineEntry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
         _libraries(options.library),
+        PipelineEntry(
+            "offload",
+            {"space": options.space} if options.space else {},
+            "before recompute, which need not make room for what is elsewhere; messages stand where they stay",
+            options.offload != "none",
+            "--offload state",
+        ),
         PipelineEntry(
             "recompute",
             {"mode": options.recompute},

@@ -3,6 +3,7 @@
     Device     where a stage runs, and what it can do; `flops` is the rate of a large float32 product, `efficiency` what
                families of work reach of it
     Link       a two-way connection between two devices
+    Space      a memory space beside those of devices, where items are that a device lets go of: files
     Host       where devices are, and the network card through which its links go
     LinkClass  what a pair of devices without a link of its own gets, by kind: same-host, other-host, host-to-device
     Path       what a transfer from one device to another goes through: rate, latency, and what it shares with other
@@ -27,8 +28,13 @@ from penstock.support.errors import UsageError
 from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 
 from .gpus import LIBRARY_OVERHEAD, usual_settings
+from .quantities import MOST_THREADS
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
+# The kinds of spaces beside the memory of devices, and bytes per second and seconds of a way where the file has none.
+FILE = "file"
+SPACE_KINDS = (FILE,)
+SPACE_WAY = (1e9, 1e-4)
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 # Operations per second of one thread of a processor, and bytes per second of its memory, where the file has none.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
@@ -50,8 +56,6 @@ SHARED_OVERHEAD, COPY_BANDWIDTH = 2e-5, 7e9
 # The source of rates that were measured on the device.
 MEASURED = "measured"
 EFFICIENCY_PREFIX = "efficiency."
-# The simulator shares every one of them out.
-MOST_THREADS = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,34 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """A memory space beside the memory of devices. Without a `host` each host has one of this name. It holds `bytes`,
+    any number if 0, in files of folder `path`, by default that for temporary files. Devices of the host share its
+    `bandwidth` in each direction."""
+
+    name: str
+    host: str = ""
+    kind: str = FILE
+    bytes: int = 0
+    path: str = ""
+    bandwidth: float = SPACE_WAY[0]
+    latency: float = SPACE_WAY[1]
+
+    def fields(self) -> dict[str, Scalar]:
+        always = ("kind", "bandwidth", "latency")
+        named = {f.name: getattr(self, f.name) for f in fields(Space) if f.name != "name"}
+        return {key: value for key, value in named.items() if key in always or value}
+
+    @staticmethod
+    def from_fields(name: str, given: Mapping[str, Scalar]) -> Space:
+        _refuse_unknown(given, Space)
+        space = Space(name, **given)  # type: ignore[arg-type]
+        if space.kind not in SPACE_KINDS:
+            raise ValueError(f"no kind of space {space.kind!r}, expected one of {', '.join(SPACE_KINDS)}")
+        return space
+
+
+@dataclass(frozen=True, slots=True)
 class LinkClass:
     """The rates of pairs of devices of one kind that have no link of their own: `same-host`, `other-host` or
     `host-to-device`."""
@@ -225,6 +257,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     hosts: tuple[Host, ...] = ()
     classes: tuple[LinkClass, ...] = ()
+    spaces: tuple[Space, ...] = ()
 
     @cached_property
     def _devices(self) -> dict[str, Device]:
@@ -258,6 +291,18 @@ class Cluster:
                 f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}"
             )
         return device
+
+    def spaces_of(self, device: str) -> tuple[Space, ...]:
+        """Return the spaces beside its memory that a device reaches: those of its host."""
+        return tuple(space for space in self.spaces if space.host in ("", self.device(device).host))
+
+    def space(self, name: str, device: str) -> Space:
+        """Return the space of that name that a device reaches; UsageError where there is none."""
+        spaces = {space.name: space for space in reversed(self.spaces_of(device))}
+        if name not in spaces:
+            known = f"it reaches {', '.join(sorted(spaces))}" if spaces else "add a [[space]] to the cluster file"
+            raise UsageError(f"device {device} reaches no memory space {name!r}", hint=known)
+        return spaces[name]
 
     def shares_memory(self, a: str, b: str) -> bool:
         """Return whether ranks on two devices hand messages over in memory, rather than through sockets."""

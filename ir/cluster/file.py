@@ -20,6 +20,11 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     nic_bandwidth = "25 Gbit/s"               [host.device]     # what its devices have that do not say otherwise
     nic_latency = "10 us"                     threads = 8
 
+    [[space]]                                 # memory beside that of devices
+    name = "disk"                             bytes = "100 GiB"       # 0, the default: any number
+    host = "node1"          # or of each      path = "/scratch"       # its folder; by default that of temporary files
+    kind = "file"                             bandwidth = "1 GB/s"    # in each direction
+
 Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are
 from 1 to 1e24, seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a
 table of several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and
@@ -35,12 +40,10 @@ What is written says everything, so that reading it back gives the same cluster.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -54,50 +57,21 @@ from .cluster import (
     CLASSES,
     EFFICIENCY_PREFIX,
     KINDS,
-    MOST_THREADS,
+    SPACE_KINDS,
     THREAD_FLOPS,
     Cluster,
     Device,
     Host,
     Link,
     LinkClass,
+    Space,
     is_architecture,
 )
 from .gpus import usual_settings
+from .quantities import check_range, parse_quantity
 
 _NAME = re.compile(r"[\w./:\-]+")
-_QUANTITY = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(.*)")
-# Exact, so that "5 us" is the number 5e-6.
-_SCALE = (
-    {"": Fraction(1)}
-    | {s: Fraction(10) ** (3 * i) for i, s in enumerate("kmgtp", 1)}
-    | {f"{s}i": Fraction(2) ** (10 * i) for i, s in enumerate("kmgt", 1)}
-)
-_UNITS = {
-    "bytes": {f"{scale}b": factor for scale, factor in _SCALE.items()},
-    "bytes per second": {
-        f"{scale}{unit}": f / n for scale, f in _SCALE.items() for unit, n in (("b/s", 1), ("bit/s", 8))
-    },
-    "seconds": {
-        "s": Fraction(1),
-        "ms": Fraction("1e-3"),
-        "us": Fraction("1e-6"),
-        "µs": Fraction("1e-6"),
-        "ns": Fraction("1e-9"),
-    },
-    "operations per second": {f"{scale}{unit}": f for scale, f in _SCALE.items() for unit in ("flop/s", "flops")},
-}
-# The range of plausible values. Values outside of it are slips, or would overflow sums of times. Zero has a rule of its
-# own.
-_RANGES = {
-    "bytes": (1, 2**60),
-    "bytes per second": (1.0, 1e24),
-    "operations per second": (1.0, 1e24),
-    "seconds": (0.0, 1e6),
-    "share": (1e-6, 1e6),
-    "count": (1, MOST_THREADS),
-}
-_EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us", "operations per second": "50 GFLOP/s"}
+_PATH = re.compile(r"[\w./:\-+@=,~]*")
 # The type of each key: a word, a whole number, a share, or a quantity. Types that end in ? allow zero.
 # Numbers as CUDA counts the devices that a process sees, and UUIDs, which may be cut short.
 _GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[0-9a-zA-Z/-]+")
@@ -126,6 +100,15 @@ _DEVICE = {
 }
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
+_SPACE = {
+    "name": "word",
+    "host": "name?",
+    "kind": "word",
+    "bytes": "bytes?",
+    "path": "path?",
+    "bandwidth": "bytes per second",
+    "latency": "seconds?",
+}
 _HOST = {
     "name": "name",
     "address": "name?",
@@ -187,20 +170,22 @@ class _ClusterReader:
     def read(self, data: object) -> Cluster:
         if not isinstance(data, dict):
             raise UsageError(
-                f"the cluster must be tables [[device]], [[link]], [[host]] and [links], got {data!r:.60}",
+                f"the cluster must be tables [[device]], [[link]], [[host]], [[space]] and [links], got {data!r:.60}",
                 where=self.path,
             )
-        known = ("device", "link", "host", "links")
+        known = ("device", "link", "host", "links", "space")
         self.problems += [f"unknown table [{key}], expected {', '.join(known)}" for key in data if key not in known]
         hosts: dict[str, Mapping[str, object]] = {}
         found_hosts = [self._host(i, table, hosts) for i, table in enumerate(self._tables(data, "host"))]
         devices = [self._device(i, table, hosts) for i, table in enumerate(self._tables(data, "device"))]
         links = [self._link(i, table) for i, table in enumerate(self._tables(data, "link"))]
         classes = list(self._classes(data.get("links", {})))
+        spaces = [self._space(i, table) for i, table in enumerate(self._tables(data, "space"))]
         self._check_names(found_hosts, devices, links)
+        self._check_spaces(spaces, found_hosts)
         if self.problems:
             raise UsageError("the cluster has problems:" + itemised(self.problems), where=self.path)
-        return Cluster(tuple(devices), tuple(links), tuple(found_hosts), tuple(classes))
+        return Cluster(tuple(devices), tuple(links), tuple(found_hosts), tuple(classes), tuple(spaces))
 
     def _check_names(self, hosts: list[Host], devices: list[Device], links: list[Link]) -> None:
         names = {d.name for d in devices}
@@ -227,6 +212,19 @@ class _ClusterReader:
             pairs.add(pair)
         if not devices:
             self.problems.append("there is no [[device]]")
+
+    def _check_spaces(self, spaces: list[Space], hosts: list[Host]) -> None:
+        """Report spaces of unknown kinds and hosts, and two of one name on a host."""
+        known, seen = {h.name for h in hosts}, set[tuple[str, str]]()
+        for space in spaces:
+            where = f"space {space.name!r}"
+            if space.kind not in SPACE_KINDS:
+                self.problems.append(f"{where}: kind must be one of {', '.join(SPACE_KINDS)}, got {space.kind!r}")
+            if known and space.host and space.host not in known:
+                self.problems.append(f"{where}: no host {space.host!r}, there are {', '.join(sorted(known))}")
+            if (space.name, space.host) in seen:
+                self.problems.append(f"{where} is listed twice")
+            seen.add((space.name, space.host))
 
     def _check_gpus(self, devices: Sequence[Device]) -> None:
         """Report devices that are one GPU without saying so, and processors that name one."""
@@ -337,6 +335,12 @@ class _ClusterReader:
             if number is not None:
                 yield str(key), float(number)
 
+    def _space(self, index: int, table: Mapping[str, object]) -> Space:
+        where = f"space {table.get('name', index)!r}"
+        values = self._take(where, table, _SPACE)
+        self._need_name(where, values)
+        return Space(**{"name": "", **values})
+
     def _link(self, index: int, table: Mapping[str, object]) -> Link:
         where = f"link {index}"
         values = self._take(where, table, _LINK)
@@ -380,7 +384,11 @@ class _ClusterReader:
     def _value(self, where: str, key: str, value: object, kind: str) -> Any:
         """Return the value in the type that it must have. Report a problem and return None if it has another."""
         plain = kind.rstrip("?")
-        if plain in ("name", "word"):
+        if plain == "path":
+            if isinstance(value, str) and _PATH.fullmatch(value):
+                return value
+            self.problems.append(f"{where}: {key} must be the path of a folder without blanks, got {value!r}")
+        elif plain in ("name", "word"):
             if isinstance(value, str) and (_NAME.fullmatch(value) or (value == "" and kind.endswith("?"))):
                 return value
             self.problems.append(
@@ -394,55 +402,18 @@ class _ClusterReader:
             if isinstance(value, dict):
                 return value
             self.problems.append(f"{where}: {key} must be a table, got {value!r}")
-        elif plain == "count":
-            if type(value) is int and value > 0:
-                return value if self._within(where, key, value, value, plain) else None
-            self.problems.append(f"{where}: {key} must be positive, a whole number, got {value!r}")
         else:
-            return self._quantity(where, key, value, kind)
+            try:
+                if plain != "count":
+                    return parse_quantity(value, kind)
+                if type(value) is not int or value <= 0:
+                    raise ValueError(f"must be positive, a whole number, got {value!r}")
+                check_range(value, value, plain)
+            except ValueError as error:
+                self.problems.append(f"{where}: {key} {error}")
+            else:
+                return value
         return None
-
-    def _quantity(self, where: str, key: str, value: object, kind: str) -> float | int | None:
-        plain = kind.rstrip("?")
-        units = _UNITS.get(plain, {})
-        number: float | int | None = None
-        match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = value
-        elif match is not None:
-            unit = match[2].strip().lower()
-            if unit == "" or unit in units:
-                try:
-                    number = float(Fraction(match[1]) * units.get(unit, 1))
-                except OverflowError:
-                    number = math.inf
-        if number is None:
-            like = f"a number of {plain}" + (f" or with a unit, like {_EXAMPLES[plain]!r}" if units else "")
-            per_second = match is not None and f"{match[2].strip().lower()}/s" in units
-            meant = f", did you mean '{value}/s'?" if per_second else ""
-            self.problems.append(f"{where}: {key} must be {like if units else 'a number'}, got {value!r}{meant}")
-            return None
-        if not (number >= 0 if kind.endswith("?") else number > 0) or math.isinf(number):
-            self.problems.append(
-                f"{where}: {key} must be positive{' or 0' if kind.endswith('?') else ''} and finite, got {value!r}"
-            )
-            return None
-        if number and not (plain == "bytes" and number < 1) and not self._within(where, key, value, number, plain):
-            return None
-        if plain == "bytes":
-            if int(number) == 0 and not kind.endswith("?"):
-                self.problems.append(f"{where}: {key} must be a byte or more, got {value!r}")
-                return None
-            return int(number)
-        return float(number)
-
-    def _within(self, where: str, key: str, value: object, number: float, kind: str) -> bool:
-        least, most = _RANGES[kind]
-        if least <= number <= most:
-            return True
-        shown = repr(value) if len(repr(value)) <= 40 else f"{number:.3g}"
-        self.problems.append(f"{where}: {key} must be from {least:g} to {most:g}, got {shown}")
-        return False
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -453,6 +424,8 @@ def _plain(cluster: Cluster) -> dict[str, Any]:
     data: dict[str, Any] = {}
     if cluster.classes:
         data["links"] = {c.kind: dict(c.fields()) for c in cluster.classes}
+    if cluster.spaces:
+        data["space"] = [{"name": space.name, **space.fields()} for space in cluster.spaces]
     if cluster.hosts:
         data["host"] = [{"name": host.name, **host.fields()} for host in cluster.hosts]
     data["device"] = [_plain_device(device) for device in cluster.devices]

@@ -20,10 +20,9 @@ from functools import partial
 
 import numpy as np
 
-from penstock.ir.action_kinds import AGAIN, DROP, FORWARD, LET_GO, SUM, UPDATE
+from penstock.ir.action_kinds import AGAIN, COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, SUM, UPDATE
 from penstock.ir.collective_calls import kept_parts, kept_slices
 from penstock.ir.graph import (
-    COORDINATE,
     GRAD,
     REPLICAS,
     Graph,
@@ -35,16 +34,17 @@ from penstock.ir.graph import (
     stepped_vars,
     summed_vars,
 )
+from penstock.ir.memory.items import stage_image
 from penstock.ir.ops import axes_over
-from penstock.ir.schedule import COMPUTE, MESSAGES, PER_BATCH, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
-from penstock.ir.sharding.tiles import TensorTile, cut, fill, owners, seat_of, tile_of
-from penstock.ir.types import TensorType
+from penstock.ir.schedule import COMPUTE, COPIES, MESSAGES, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
+from penstock.ir.sharding.tiles import seat_of
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.words import counted
 
 from .collectives import COLLECTIVES
 from .graphs import run_graph, run_team
 from .ops import F64, Array
+from .ranks import InterpretedRank, StageVariables
 from .recurrence import InterpretedRun, Watch, by_name, collect, microbatches_of, watching
 from .store import Arrays, VersionStore, as_value, initial_arrays
 
@@ -105,58 +105,6 @@ def _pipeline(module: Module, weights: Arrays, batches: Sequence[Arrays], first:
     return _Pipeline(module, weights, feed, module.schedule.expand_all(len(batches), first), first, precision)
 
 
-class _Rank:
-    """One rank: its program, its variables, and the values it holds for each of its stages and each microbatch and
-    batch, by `Action.holder`."""
-
-    def __init__(self, index: int, program: list[Action], mesh: Mesh, place: int, is_local: bool) -> None:
-        self.index, self.program, self.is_local = index, program, is_local
-        # The variables of each stage: stages may have copies of their own under one name, such as counters.
-        self.stores: dict[int, VersionStore] = {}
-        self.mesh, self.place = mesh, place
-        self.coordinates = {f"{COORDINATE}{axis}": np.array(at) for axis, at in mesh.coordinates(place).items()}
-        self.step = 0
-        self.values: dict[tuple[int, int], dict[str, Array]] = {}
-        # Batches whose gradients it has added to a sum that it has not used yet.
-        self.waiting: set[int] = set()
-
-    def action(self) -> Action | None:
-        return self.program[self.step] if self.step < len(self.program) else None
-
-    def part(self, whole: Array, type: TensorType) -> Array:
-        """Return this rank's part of a tensor: all of it before `localize`."""
-        part: Array = cut(whole, type, self.mesh, self.place) if self.is_local else whole
-        return part
-
-    def tile(self, type: TensorType) -> TensorTile | None:
-        """Return which part of a tensor this rank has; None where it is all of it."""
-        return tile_of(type, self.mesh, self.place) if self.is_local and not type.is_plain else None
-
-
-class _StageVariables:
-    """The variables of a stage after a run, whole: those of its ranks, joined."""
-
-    def __init__(self, module: Module, stage: int, ranks: Sequence[_Rank]) -> None:
-        self.module, self.ranks, self.stores = module, ranks, [rank.stores[stage] for rank in ranks]
-        self.slots, self.newest = self.stores[0].slots, self.stores[0].newest
-
-    def latest(self, name: str) -> Array:
-        return self._whole(name, [store.latest(name) for store in self.stores])
-
-    def before_latest(self, name: str) -> Array | None:
-        parts = [part for store in self.stores if (part := store.before_latest(name)) is not None]
-        return self._whole(name, parts) if len(parts) == len(self.ranks) else None
-
-    def _whole(self, name: str, parts: Sequence[Array]) -> Array:
-        type, mesh = self.module.vars[name].type, self.ranks[0].mesh
-        if self.ranks[0].tile(type) is None:
-            return parts[0]
-        whole = np.empty(type.dims, parts[0].dtype)
-        for place in owners(type, mesh).values():
-            fill(whole, parts[place], type, mesh, place)
-        return whole
-
-
 class _Pipeline:
     def __init__(
         self,
@@ -183,7 +131,7 @@ class _Pipeline:
         # The gradients that ranks of a stage have added to the sum of a batch, by stage and batch.
         self.sums: dict[tuple[int, int], dict[int, dict[str, Array]]] = {}
         for index, program in programs.items():
-            rank = self.ranks[index] = _Rank(index, program, *_seat(module, index), module.is_local)
+            rank = self.ranks[index] = InterpretedRank(index, program, *_seat(module, index), module.is_local)
             for stage in module.schedule.stages_of(index) or (index,):
                 graphs = [g for kind in COMPUTE if (g := module.stage_graph(stage, kind)) is not None]
                 names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
@@ -221,7 +169,7 @@ class _Pipeline:
                 f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}"
             )
         for stage, ranks in self.members.items():
-            collect(self.run_found, self.module, _StageVariables(self.module, stage, [self.ranks[r] for r in ranks]))
+            collect(self.run_found, self.module, StageVariables(self.module, stage, [self.ranks[r] for r in ranks]))
         self._compare_ranks()
         return self.run_found
 
@@ -242,7 +190,7 @@ class _Pipeline:
                             where=self.module.name,
                         )
 
-    def _perform(self, rank: _Rank, action: Action) -> bool:
+    def _perform(self, rank: InterpretedRank, action: Action) -> bool:
         """Execute one action; False when it has to wait."""
         where = f"rank {rank.index}, step {rank.step}: {action}"
         try:
@@ -259,7 +207,7 @@ class _Pipeline:
             raise VerifyError(f"there is no graph @s{action.stage}.{action.kind}")
         return graph
 
-    def _find(self, rank: _Rank, stage: int, mb: int, name: str) -> Array | None:
+    def _find(self, rank: InterpretedRank, stage: int, mb: int, name: str) -> Array | None:
         """Find a value of a microbatch: held here, fed from outside, or held by any rank before messages exist."""
         held = rank.values.get((stage, mb), {})
         if name in held:
@@ -275,7 +223,7 @@ class _Pipeline:
         places = [place for other in others for (_, number), place in other.values.items() if number == mb]
         return next((place[name] for place in places if name in place), None)
 
-    def _party(self, rank: _Rank, graph: Graph) -> list[_Rank]:
+    def _party(self, rank: InterpretedRank, graph: Graph) -> list[InterpretedRank]:
         """Return the ranks that run a graph together, because its collectives bring them together."""
         axes = {axis for op in graph.ops if op.kind in COLLECTIVES for axis in axes_over(op.attrs["over"])}
         if not any(rank.mesh.sizes.get(axis, 1) > 1 for axis in axes):
@@ -283,7 +231,7 @@ class _Pipeline:
         ranks = self.members[self.homes[rank.index]] if REPLICAS in axes else self.teams[rank.index]
         return [self.ranks[index] for index in ranks]
 
-    def _missing(self, party: Sequence[_Rank], action: Action) -> _Rank | None:
+    def _missing(self, party: Sequence[InterpretedRank], action: Action) -> InterpretedRank | None:
         """Return a rank of a party that stands elsewhere. Teams run one action with microbatches of their own."""
         team = self.teams[party[0].index]
         for rank in party:
@@ -293,7 +241,7 @@ class _Pipeline:
                 return rank
         return None
 
-    def _inputs(self, rank: _Rank, graph: Graph, action: Action) -> dict[str, Array] | None:
+    def _inputs(self, rank: InterpretedRank, graph: Graph, action: Action) -> dict[str, Array] | None:
         """Return what a graph takes; None while a rank has to wait for it."""
         ins = {v.name: x for v in graph.ins if (x := self._find(rank, action.stage, action.holder, v.name)) is not None}
         missing = [v.name for v in graph.ins if v.name not in ins]
@@ -306,7 +254,7 @@ class _Pipeline:
             return None
         return ins
 
-    def _compute(self, rank: _Rank, action: Action) -> bool:
+    def _compute(self, rank: InterpretedRank, action: Action) -> bool:
         graph = self._graph(action)
         party = self._party(rank, graph)
         if len(party) > 1 and self._missing(party, action) is not None:
@@ -337,7 +285,7 @@ class _Pipeline:
     def _run(
         self,
         graph: Graph,
-        party: Sequence[_Rank],
+        party: Sequence[InterpretedRank],
         inputs: Sequence[Arrays],
         stores: Sequence[VersionStore],
         seen: Sequence[Callable[[Op, tuple[Array, ...]], None] | None],
@@ -354,14 +302,14 @@ class _Pipeline:
 
         return run_team(graph, inputs, mesh, stores, self.precision, watch, places)
 
-    def _seen_by(self, rank: _Rank, action: Action) -> VersionStore:
+    def _seen_by(self, rank: InterpretedRank, action: Action) -> VersionStore:
         """Return the variables as a computation sees them."""
         batch = action.batch(self.per_batch)
         if action.kind == UPDATE:
             return rank.stores[action.stage].at(made=action.version, batch=batch)
         return rank.stores[action.stage].at(action.version, batch=batch)
 
-    def _keep(self, rank: _Rank, action: Action, graph: Graph, ins: Arrays, results: list[Array]) -> None:
+    def _keep(self, rank: InterpretedRank, action: Action, graph: Graph, ins: Arrays, results: list[Array]) -> None:
         """Keep what a computation gives."""
         batch, leads = action.batch(self.per_batch), rank.index == self.teams[rank.index][0]
         if action.kind == UPDATE:
@@ -382,14 +330,14 @@ class _Pipeline:
             shown = {v.name: kept[v.name] for v in graph.outs if v.name in self.module.outputs}
             self._show(self.run_found.outputs.setdefault(action.mb, {}), shown, rank, leads)
 
-    def _show(self, known: dict[str, Array], results: Arrays, rank: _Rank, leads: bool) -> None:
+    def _show(self, known: dict[str, Array], results: Arrays, rank: InterpretedRank, leads: bool) -> None:
         """Record results for the user. All ranks of a team must have the same."""
         for name, array in results.items():
             if not leads and name in known and not np.array_equal(known[name], array, equal_nan=True):
                 raise VerifyError(f"%{name} differs from that of rank {self.teams[rank.index][0]} of the same team")
             known.setdefault(name, array) if not leads else known.update({name: array})
 
-    def _bring(self, rank: _Rank, action: Action) -> bool:
+    def _bring(self, rank: InterpretedRank, action: Action) -> bool:
         """Add a rank's gradients of a batch to the sum over its replicas."""
         store = rank.stores[action.stage].at(batch=action.mb)
         brought = self.sums.setdefault((action.stage, action.mb), {})
@@ -397,7 +345,7 @@ class _Pipeline:
         rank.waiting.add(action.mb)
         return True
 
-    def _take_sum(self, rank: _Rank, action: Action) -> bool:
+    def _take_sum(self, rank: InterpretedRank, action: Action) -> bool:
         """Replace the rank's own gradients by the sum of the batch, or its part between elements that belong to no sum.
         Return False while other ranks still add to it."""
         brought, members = self.sums[action.stage, action.mb], self.replicas[rank.index]
@@ -414,26 +362,36 @@ class _Pipeline:
             store.accumulate(call.op.ins[0].name, others)
         return True
 
-    def _let_go(self, rank: _Rank, action: Action) -> bool:
+    def _copy(self, rank: InterpretedRank, action: Action) -> bool:
+        """Move an item between its home and the device, at once, or let go of it there."""
+        image, store = stage_image(self.module, action.stage), rank.stores[action.stage]
+        if image is None:
+            raise VerifyError(f"stage {action.stage} has nothing with a home")
+        {COPY_IN: store.bring, COPY_OUT: store.store, LET_GO: store.let_go}[action.kind](image.variables)
+        return True
+
+    def _let_go(self, rank: InterpretedRank, action: Action) -> bool:
+        if action.item:
+            return self._copy(rank, action)
         held, saved = rank.values.get((action.stage, action.mb), {}), self._graph(action._replace(kind=AGAIN)).saved
         missing = [f"%{v.name}" for v in saved if held.pop(v.name, None) is None]
         if missing:
             raise VerifyError(f"microbatch {action.mb} does not hold {', '.join(missing)}, which it should let go of")
         return True
 
-    def _drop(self, rank: _Rank, action: Action) -> bool:
+    def _drop(self, rank: InterpretedRank, action: Action) -> bool:
         if rank.values.pop((action.stage, action.mb), None) is None:
             raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
         return True
 
-    def _hand_over(self, rank: _Rank, action: Action, kept: Arrays) -> None:
+    def _hand_over(self, rank: InterpretedRank, action: Action, kept: Arrays) -> None:
         """Give the results of a computation to the other stages of its rank that take them."""
         for edge in self.module.edges:
             if (edge.src, edge.phase) == (action.stage, action.kind) and rank.index in self.members.get(edge.dst, ()):
                 held = rank.values.setdefault((edge.dst, action.holder), {})
                 held.update((v.name, kept[v.name]) for v in edge.values)
 
-    def _channel(self, rank: _Rank, action: Action) -> deque[tuple[int, dict[str, Array]]]:
+    def _channel(self, rank: InterpretedRank, action: Action) -> deque[tuple[int, dict[str, Array]]]:
         return self.channels.setdefault(action.channel(rank.index), deque())
 
     def _values_of(self, src: int, dst: int, phase: str) -> list[str]:
@@ -442,7 +400,7 @@ class _Pipeline:
             raise VerifyError(f"the module has no edge from stage {src} to stage {dst} in phase {phase}")
         return names
 
-    def _send(self, rank: _Rank, action: Action) -> bool:
+    def _send(self, rank: InterpretedRank, action: Action) -> bool:
         assert action.peer is not None
         names = self._values_of(action.stage, action.other(self.homes), action.phase)
         held = rank.values.get((action.stage, action.holder), {})
@@ -452,7 +410,7 @@ class _Pipeline:
         self._channel(rank, action).append((action.mb, {n: held[n] for n in names}))
         return True
 
-    def _receive(self, rank: _Rank, action: Action) -> bool:
+    def _receive(self, rank: InterpretedRank, action: Action) -> bool:
         assert action.peer is not None
         queue = self._channel(rank, action)
         if not queue:
@@ -464,7 +422,7 @@ class _Pipeline:
         rank.values.setdefault((action.stage, action.holder), {}).update(values)
         return True
 
-    def _wanted(self, rank: _Rank, action: Action) -> str:
+    def _wanted(self, rank: InterpretedRank, action: Action) -> str:
         if action.kind in RECEIVES:
             return f"a message from rank {action.peer}"
         if action.mb in rank.waiting and action.kind in SUM_USERS:
@@ -479,11 +437,12 @@ class _Pipeline:
 
 
 # The meaning of every kind: the function runs the action, and returns False when the action has to wait.
-MEANINGS: dict[str, Callable[[_Pipeline, _Rank, Action], bool]] = {
+MEANINGS: dict[str, Callable[[_Pipeline, InterpretedRank, Action], bool]] = {
     **dict.fromkeys(COMPUTE, _Pipeline._compute),
     **dict.fromkeys(SENDS, _Pipeline._send),
     **dict.fromkeys(RECEIVES, _Pipeline._receive),
     SUM: _Pipeline._bring,
+    **dict.fromkeys(COPIES, _Pipeline._copy),
     LET_GO: _Pipeline._let_go,
     DROP: _Pipeline._drop,
 }
@@ -497,4 +456,4 @@ def _seat(module: Module, rank: int) -> tuple[Mesh, int]:
 
 
 def _unit(action: Action) -> str:
-    return f"{'batch' if action.kind in PER_BATCH else 'microbatch'} {action.mb}"
+    return f"{'batch' if action.once else 'microbatch'} {action.mb}"

@@ -6,7 +6,7 @@ nowhere else; a read of a version that is not there is an error, never a silent 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -101,6 +101,8 @@ class VersionStore:
     Gradients may have several buffers, too: those of batch t are summed in buffer t % versions. `at(version, made,
     batch)` fixes what a graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and
     newest + 1.
+
+    Variables with a home are there until `bring`. `let_go` leaves nothing of them in their slots.
     """
 
     def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:
@@ -117,6 +119,8 @@ class VersionStore:
                 continue
             self.slots[name], self.held[name] = [None] * count, [None] * count
             self.slots[name][first % count], self.held[name][first % count] = array, first
+        self.homes = {name: self.slots[name][0] for name in arrays if variables[name].home}
+        self.let_go(self.homes)
         self._version: int | None = None
         self._made: int | None = None
         self._batch = 0
@@ -127,6 +131,26 @@ class VersionStore:
         if self.held[var][at] != self.newest[var]:
             self.slots[var][at], self.held[var][at] = array, version
 
+    def bring(self, names: Iterable[str]) -> None:
+        """Copy variables from their home to the device."""
+        for name in names:
+            self.slots[name][0] = self.homes[name]
+
+    def store(self, names: Iterable[str]) -> None:
+        """Copy variables from the device to their home."""
+        for name in names:
+            self.homes[name] = self.slots[name][0]
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Give the memory of variables back: what reads it then reads nothing that makes sense."""
+        for name in names:
+            held = self.slots[name][0]
+            assert held is not None
+            nothing = (
+                np.nan if held.dtype.kind not in "iub" else np.iinfo(held.dtype).min if held.dtype.kind == "i" else 1
+            )
+            self.slots[name][0] = np.full_like(held, nothing)
+
     def at(self, version: int | None = None, made: int | None = None, batch: int = 0) -> VersionStore:
         self._version, self._made, self._batch = version, made, batch
         return self
@@ -136,6 +160,9 @@ class VersionStore:
         return sum(slot is not None for slot in self.slots[var])
 
     def latest(self, var: str) -> Array:
+        at_home = self.homes.get(var)
+        if at_home is not None:
+            return at_home
         return self._version_of(var, self.newest.get(var, 0))
 
     def before_latest(self, var: str) -> Array | None:

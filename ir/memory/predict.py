@@ -2,6 +2,7 @@
 
 What is counted, per stage:
     weights      parameters, times the versions kept              gradients, state, buffers    one copy each
+                 (of state that has a home in another space, what is on the device at once: items.py)
     activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its
                  D; where weight gradients are apart (W), what W takes of it and of B, until W
     boundary     values that came from other stages or go to them, from their receive or computation until they are
@@ -25,7 +26,7 @@ block and action by action, but for receives of batches that a program has yet t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
@@ -34,6 +35,7 @@ from penstock.ir.schedule import COMPUTE, READERS, SAVERS, Action, Schedule
 
 from .account import BEFORE, Account, Life, Version
 from .exchanges import exchange_bytes
+from .items import is_brought, is_let_go, resident_bytes, stage_image
 from .passages import passage_bytes
 from .touches import Accesses
 from .walk import Walk, actions_of
@@ -93,8 +95,17 @@ def measure_memory(module: Module) -> dict[int, Memory]:
 def _measured(module: Module, schedule: Schedule) -> dict[int, Memory]:
     table = {}
     for rank in schedule.ranks:
-        table[rank] = _summed([_stage_memory(module, rank, stage) for stage in schedule.stages_of(rank)])
+        row = _summed([_stage_memory(module, rank, stage) for stage in schedule.stages_of(rank)])
+        most = _most_resident(module, rank)
+        table[rank] = replace(row, state=row.state + most, peak=row.peak + most)
     return table
+
+
+def _most_resident(module: Module, rank: int) -> int:
+    """Return the most bytes of items that are on the device of a rank at once."""
+    if module.schedule is None or not any(var.home for var in module.vars.values()):
+        return 0
+    return max(resident_bytes(module, actions_of(module.schedule, rank, BATCHES)), default=0)
 
 
 def _summed(rows: Sequence[Memory]) -> Memory:
@@ -108,7 +119,7 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     assert module.schedule is not None
     graphs = [g for kind in COMPUTE if (g := module.stage_graph(stage, kind))]
     fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
-    for var in stage_vars(module, stage).values():
+    for var in (var for var in stage_vars(module, stage).values() if not var.home):
         fixed[purpose_of(var)] += module.local_type(var.type, stage).nbytes * var.versions
     inputs = {v.name for graph in graphs for v in graph.ins}
     fed = module.local_values((v for v in module.data_inputs if v.name in inputs), stage)
@@ -134,13 +145,14 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The memory that a rank holds over a run beside variables and data. `held` are, after each action, bytes of values
-    that are saved, of those that pass through, and of blocks that are free then; `lives` are the blocks of values as
-    they come and go."""
+    """The memory that a rank holds over a run. `held` are, after each action, bytes of values that are saved, of those
+    that pass through, and of blocks that are free then; `always` those of variables and data. `lives` are the blocks
+    of values as they come and go."""
 
     actions: tuple[Action, ...]
     held: tuple[tuple[int, int, int], ...]
     lives: tuple[Life, ...]
+    always: tuple[int, ...]
 
 
 def memory_course(module: Module, rank: int, batches: int) -> Course:
@@ -159,16 +171,18 @@ def memory_course(module: Module, rank: int, batches: int) -> Course:
         held.append((saved, passing, blocks - saved - passing))
     for way in ways.values():
         next(way, None)
-    return Course(tuple(actions), tuple(held), tuple(life for walk in walks.values() for life in walk.finish()))
+    row = measure_memory(module)[rank]
+    away = row.fixed + row.data - _most_resident(module, rank)
+    lives = tuple(life for walk in walks.values() for life in walk.finish())
+    return Course(tuple(actions), tuple(held), lives, tuple(away + n for n in resident_bytes(module, actions)))
 
 
 def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
     """Yield after each action of a run the bytes that live, and the bytes that the process holds. Freed blocks of
     results and messages are kept for the next ones. Variables and data are included, as `measure_memory` counts them;
     temporaries of a graph are held from its first call on, and live during it."""
-    row, course = measure_memory(module)[rank], memory_course(module, rank, batches)
-    always = row.fixed + row.data
-    for action, (saved, passing, free) in zip(course.actions, course.held, strict=True):
+    course = memory_course(module, rank, batches)
+    for action, (saved, passing, free), always in zip(course.actions, course.held, course.always, strict=True):
         yield action, always + saved + passing, always + saved + passing + free
 
 
@@ -183,7 +197,8 @@ def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) 
     for first, batches in runs:
         actions += walk.follow(actions_of(module.schedule, rank, batches, first))
     newest = runs[0][0] if runs else 0
-    lives = with_uses(module, stage, newest, actions, [*_variable_lives(module, stage), *walk.finish()])
+    variables = [*_variable_lives(module, stage), *_item_lives(module, stage, actions)]
+    lives = with_uses(module, stage, newest, actions, [*variables, *walk.finish()])
     workspace = {kind: tuple(blocks) for kind, blocks in walk.workspaces.items()}
     return Account(
         rank, tuple(actions), tuple(lives), tuple(_versions(module, rank, stage, newest, actions)), workspace
@@ -224,10 +239,23 @@ def saved_values(module: Module, stage: int) -> frozenset[str]:
 
 
 def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
-    for var in stage_vars(module, stage).values():
+    for var in (var for var in stage_vars(module, stage).values() if not var.home):
         size = module.local_type(var.type, stage).nbytes
         for copy in range(var.versions if size else 0):
             yield Life(purpose_of(var), (var.name,), None, size, BEFORE, None, copy)
+
+
+def _item_lives(module: Module, stage: int, actions: Sequence[Action]) -> Iterator[Life]:
+    """Yield the stays on the device of variables that have a home."""
+    image = stage_image(module, stage)
+    if image is None:
+        return
+    ends = [step for step, action in enumerate(actions) if is_let_go(action)]
+    for begun in (step for step, action in enumerate(actions) if is_brought(action)):
+        ended = next((end for end in ends if end > begun), None)
+        for var in image.variables.values():
+            if var.type.nbytes:
+                yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, begun, ended)
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from penstock.ir.action_kinds import DROP, LET_GO, SUM, UPDATE
 from penstock.ir.graph import GRAD, Graph, Module, signature, summed_vars
-from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
+from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
+
+from .items import stage_image
 
 
 class Access(NamedTuple):
@@ -70,6 +72,11 @@ class Accesses:
         for name in self._summed:
             yield name, action.mb % self._module.vars[name].versions
 
+    def _item_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
+        image = stage_image(self._module, action.stage)
+        for name in image.variables if image is not None else ():
+            yield name, 0
+
     def _computed_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
         for slot in self._slots.get(action.kind, ()):
             var = self._module.vars[slot.var]
@@ -95,5 +102,6 @@ TOUCHED: dict[str, _Touched] = {
     **dict.fromkeys(COMPUTE, _Touched(Accesses._computed_values, Accesses._computed_buffers)),
     **dict.fromkeys((*SENDS, *RECEIVES), _Touched(Accesses._moved_values, Accesses._no_buffers)),
     SUM: _Touched(Accesses._no_values, Accesses._summed_buffers),
+    **dict.fromkeys(COPIES, _Touched(Accesses._no_values, Accesses._item_buffers)),
     **dict.fromkeys((LET_GO, DROP), _Touched(Accesses._no_values, Accesses._no_buffers)),
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from penstock.ir.action_kinds import AGAIN, BACKWARD, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
+from penstock.ir.schedule import COMPUTE, COPIES, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
 
 from .account import BEFORE, Life
 from .workspace import planned_blocks
@@ -38,7 +38,7 @@ def actions_of(schedule: Schedule, rank: int, batches: int, first: int = 0) -> l
     actions = list(schedule.expand(rank, batches, first))
     if any(action.kind == DROP for action in actions):
         return actions
-    last = {(action.stage, action.mb): i for i, action in enumerate(actions) if action.kind not in PER_BATCH}
+    last = {(action.stage, action.mb): i for i, action in enumerate(actions) if not action.once}
     ends = set(last.values())
     return [b for i, a in enumerate(actions) for b in ((a, Action(DROP, a.stage, a.mb)) if i in ends else (a,))]
 
@@ -193,7 +193,9 @@ class Walk:
         self._linger(action)
 
     def _let_go(self, action: Action) -> None:
-        self._keep(action.mb, self.kept[LET_GO])
+        """Let go of what is computed again. Memory of items is counted beside the walk (items.py)."""
+        if not action.item:
+            self._keep(action.mb, self.kept[LET_GO])
 
     def _drop(self, action: Action) -> None:
         self._keep(action.mb, set())
@@ -342,7 +344,7 @@ WALKS: dict[str, Callable[[Walk, Action], None]] = {
     UPDATE: Walk._update,
     **{kind: Walk._pass if kind in PER_BATCH else Walk._send for kind in SENDS},
     **dict.fromkeys(RECEIVES, Walk._receive),
-    SUM: Walk._pass,
+    **dict.fromkeys((SUM, *COPIES), Walk._pass),
     LET_GO: Walk._let_go,
     DROP: Walk._drop,
 }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from penstock.ir.action_kinds import DROP, FORWARD, LET_GO, SUM
 from penstock.ir.graph import Module, Value
 from penstock.ir.grid import message_rules
-from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action
+from penstock.ir.schedule import COMPUTE, COPIES, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action
 
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs
@@ -100,6 +100,8 @@ class _Ends:
 
     def check(self, actions: list[Action]) -> Iterator[Problem]:
         for step, a in enumerate(actions):
+            if a.item:
+                continue
             if (check := ENDS[a.kind]) is not None:
                 yield from check(self, step, a)
             self._done.setdefault((a.kind, a.stage, a.mb, a.peer, a.end), step)
@@ -171,7 +173,7 @@ ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
     **dict.fromkeys(COMPUTE, _Ends.compute),
     **dict.fromkeys(SENDS, _Ends.send),
     **dict.fromkeys(RECEIVES, _Ends.receive),
-    SUM: None,
+    **dict.fromkeys((SUM, *COPIES), None),
     LET_GO: _Ends.let_go,
     DROP: None,
 }

@@ -18,6 +18,7 @@ from penstock.ir.memory.predict import Memory, measure_memory
 from penstock.ir.schedule import (
     BATCH_ORDER,
     COMPUTE,
+    COPIES,
     MESSAGES,
     PER_BATCH,
     PHASES,
@@ -29,6 +30,7 @@ from penstock.ir.schedule import (
 )
 from penstock.support.words import exact_bytes, shown_bytes
 
+from .items import check_items, check_spaces
 from .problems import Problem, step_window
 from .ranks import check_dealing, check_homes
 from .runs import ConcreteRun, FirstOfEach, over_runs
@@ -83,6 +85,7 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
         return
     yield from check_dealing(module, schedule)
     yield from over_runs(module, _check_order)
+    yield from check_items(module)
     if not any(a.kind in SENDS for a in schedule.actions()):
         feeds: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for (src, dst, phase), values in sources(module).items():
@@ -149,7 +152,7 @@ class _Order:
     def check(self, actions: list[Action]) -> Iterator[Problem]:
         for step, a in enumerate(actions):
             check = ORDERED[a.kind]
-            if check is None:
+            if check is None or a.item:
                 continue
             if a.kind == SUM and a.stage not in self._summing:
                 what = f"stage {a.stage} has no gradients that several ranks add to"
@@ -236,14 +239,14 @@ class _Order:
                 yield run.missing(self._rank, f"never {what} for {unit} {_spans(lost)}")
 
 
-# The check of every kind; messages and drops have checks of their own.
+# The check of every kind; messages, moves of items and drops have checks of their own.
 ORDERED: dict[str, Callable[[_Order, int, Action], Iterator[Problem]] | None] = {
     **dict.fromkeys(READERS, _Order.each),
     AGAIN: _Order.again,
     BACKWARD: _Order.backward,
     LET_GO: _Order.let_go,
     **dict.fromkeys((SUM, *SUM_USERS), _Order.once),
-    **dict.fromkeys((*MESSAGES, DROP), None),
+    **dict.fromkeys((*MESSAGES, *COPIES, DROP), None),
 }
 
 
@@ -300,6 +303,7 @@ def check_freed(module: Module) -> Iterator[Problem]:
     yield from problems
     if not problems:
         yield from _check_budget(module)
+        yield from check_spaces(module)
 
 
 def _check_drops(module: Module, run: ConcreteRun) -> Iterator[Problem]:
@@ -308,7 +312,7 @@ def _check_drops(module: Module, run: ConcreteRun) -> Iterator[Problem]:
         dropped: dict[tuple[int, int], int] = {}
         held: dict[tuple[int, int], int] = {}
         for step, a in enumerate(actions):
-            if a.kind in PER_BATCH:
+            if a.once:
                 continue
             key = (a.stage, a.mb)
             if key in dropped:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import Memory, measure_memory
-from penstock.ir.schedule import PER_BATCH, Action, Program, Schedule
+from penstock.ir.schedule import Action, Program, Schedule
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
@@ -58,7 +58,7 @@ def _with_drops(program: Program, m: int) -> Program:
     """
     last: dict[tuple[int, int], tuple[int, int]] = {}
     for position, action in enumerate(program.batch):
-        if action.kind not in PER_BATCH:
+        if not action.once:
             key = (action.stage, action.mb % m)
             last[key] = max(last.get(key, (-action.mb, position)), (-action.mb, position))
     ends = {position for _, position in last.values()}

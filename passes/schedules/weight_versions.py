@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import Graph, Module, rewrite, stepped_vars
-from penstock.ir.schedule import ADDERS, PER_BATCH, READERS, Action
+from penstock.ir.schedule import ADDERS, READERS, Action
 from penstock.ir.verify.verifier import check
 from penstock.support.errors import UsageError
 
@@ -92,7 +92,7 @@ def _gradient_buffers(module: Module) -> dict[str, int]:
             graph = module.stage_graph(action.stage, action.kind)
             if graph is None:
                 continue
-            if action.kind in PER_BATCH and action.mb == 0:
+            if action.once and action.mb == 0:
                 summed.setdefault(action.stage, set()).update(op.var for op in graph.ops if op.kind == "take")
             elif action.kind in ADDERS:
                 buffers |= {

@@ -16,13 +16,14 @@ from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, summed_vars
-from penstock.ir.memory.predict import Course, measure_memory, memory_course
+from penstock.ir.memory.predict import Course, memory_course
 from penstock.ir.schedule import Action
 from penstock.passes.costs.prices import timed_kind
 from penstock.support.errors import UsageError
 from penstock.support.hardware import usable_cores
 from penstock.support.words import numbered
 
+from .copies import copies_of
 from .exchanges import exchange_seconds, meeting_ranks
 from .machine import Route, Seat, machine_of, with_messages
 from .result import Simulated
@@ -56,12 +57,9 @@ class Forecast:
     def curves(self) -> dict[int, list[tuple[float, float]]]:
         """Return the live bytes of every rank over time."""
         points = {}
-        for rank, row in measure_memory(self.module).items():
-            always, line = (
-                row.fixed + row.data,
-                zip(self.simulated.lines[rank].finishes, self.courses[rank].held, strict=True),
-            )
-            points[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _) in line]
+        for rank, course in self.courses.items():
+            line = zip(self.simulated.lines[rank].finishes, course.held, course.always, strict=True)
+            points[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _), always in line]
         return points
 
     @cached_property
@@ -105,7 +103,8 @@ def forecast(
     plain = machine_of(cluster, devices, seats)
     machine = replace(plain, route=lambda a, b: change(plain.route(a, b)))
 
-    exchanges, machine = exchange_seconds(module, machine.route), replace(machine, together=meeting_ranks(module))
+    exchanges = exchange_seconds(module, machine.route)
+    machine = replace(machine, together=meeting_ranks(module), copied=copies_of(module))
 
     def lasting(rank: int, action: Action) -> float:
         return seconds(rank, action) + exchanges.get((rank, action.kind), 0.0)

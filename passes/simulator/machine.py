@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import NamedTuple
 
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.memory.walk import LOOK_AHEAD, POSTED
+from penstock.ir.schedule import Action
 
 # The bytes that a send of gloo writes before it returns, where they were measured (benchmarks/truth.py --calibrate).
 SOCKET_BUFFER = 4e6
@@ -59,15 +61,26 @@ class TransportModel:
     late: float = 0.0
 
 
+class Copy(NamedTuple):
+    """A copy between a device and another memory space: its way, its bytes, and the kinds of computations that touch
+    what is copied."""
+
+    route: Route = Route()
+    nbytes: float = 0.0
+    users: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to
-    itself. `together` are the ranks that run a computation at once, by rank and kind."""
+    itself. `together` are the ranks that run a computation at once, by rank and kind. `copied` says what an action of a
+    rank copies."""
 
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
     transport: TransportModel = TransportModel()
     together: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    copied: Callable[[int, Action], Copy] = lambda rank, action: Copy()
 
 
 def with_messages(seat: Seat, device: Device) -> Seat:

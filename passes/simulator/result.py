@@ -30,13 +30,14 @@ Floats = npt.NDArray[np.float64]
 
 class SimulatedStep(NamedTuple):
     """An action of the period. It has the action as written for batch 1, its code in the simulation, its seconds, and
-    its channel if it is a message."""
+    its channel if it is a message. It may have to wait for a copy if it `waits`."""
 
     action: Action
     code: int
     seconds: float
     channel: Any
     per_batch: bool
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -178,9 +179,8 @@ class Simulated:
             spend(f"computing on rank {rank}", line.starts[position])
             message = self.messages.get((rank, position))
             if message is not None and (position == 0 or line.finishes[position - 1] < line.starts[position]):
-                summed = line.steps[position].action.kind not in RECEIVES
-                way = f"the sum of stage {self.stage_of[rank]}" if summed else f"{message.source}>{rank}"
-                spend(f"summing stage {self.stage_of[rank]}" if summed else f"moving {way}", message.begun)
+                doing, way = self._moved(rank, position, message)
+                spend(doing, message.begun)
                 spend(f"queue of {way}", message.ready)
                 if message.posted > message.sent and position:
                     # The receive was not posted in time: this rank was late itself.
@@ -194,6 +194,14 @@ class Simulated:
             else:
                 break
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    def _moved(self, rank: int, position: int, message: Message) -> tuple[str, str]:
+        """Say what a rank waited for: in words, and the way of it."""
+        if self.lines[message.source].steps[message.position].action.item:
+            return f"copying on rank {rank}", f"copies of rank {rank}"
+        if self.lines[rank].steps[position].action.kind in RECEIVES:
+            return f"moving {message.source}>{rank}", f"{message.source}>{rank}"
+        return f"summing stage {self.stage_of[rank]}", f"the sum of stage {self.stage_of[rank]}"
 
     def _at(self, rank: int, time: float, before: int) -> int:
         """Return the last action of a rank, before a position, that had ended at a time."""

@@ -16,13 +16,12 @@ Out: `Simulated` (result.py): when every action ran, and why not earlier. The mo
 * AR starts when all replicas of the rank are there. It is a ring, in which every rank sends and receives 2(n-1)/n of
   the bytes over its link to the next one. It takes 2(n-1) latencies. The ranks go on meanwhile; the first U, P or N of
   that batch waits for it.
-* Ranks that share a host share its cores, as Linux deals them out (cores.py). A rank with a quota has no more than
-  that. Moving a byte may cost processor time (`Seat`). That of the sender passes while the message moves already, that
-  of the receiver in competition with its computations.
+* CI and CO begin copies between memory spaces, which go on meanwhile (copies.py).
+* Ranks that share a host share its cores, as Linux deals them out (cores.py), each up to its quota. Moving a byte may
+  cost processor time (`Seat`): of the sender while the message moves already, of the receiver beside its computations.
 
 Times are those of the period: an action takes the same in every batch. Known limits: a link has one path, without
-routing, loss of packets or jitter. A computation slowed by its neighbours is slowed by their number, not by what they
-do.
+routing, loss of packets or jitter. Neighbours slow a computation by their number, not by what they do.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from itertools import pairwise
 from penstock.ir.action_kinds import ACTION_KINDS, DROP, LET_GO, SUM
 from penstock.ir.schedule import (
     COMPUTE,
+    COPIES,
     MESSAGES,
-    PER_BATCH,
     RECEIVE_OF,
     RECEIVES,
     SEND_OF,
@@ -53,6 +52,7 @@ from penstock.ir.schedule import (
 )
 from penstock.support.errors import UsageError, VerifyError
 
+from .copies import Copies
 from .cores import Burst, Core, Cores
 from .exchanges import Gatherings
 from .machine import FREE, Route, Seat, SimulatedMachine
@@ -110,12 +110,13 @@ def simulate(
 
 # ------------------------------------------------------------------------------------------------ events
 
-_RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER = range(6)
+_RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER, _COPY = range(7)
 CODES = {
     **dict.fromkeys(RECEIVES, _RECEIVE),
     **dict.fromkeys(SENDS, _SEND),
     **dict.fromkeys(COMPUTE, _COMPUTE),
     SUM: _REDUCE,
+    **dict.fromkeys(COPIES, _COPY),
     **dict.fromkeys((LET_GO, DROP), _OTHER),
 }
 _WAKE, _READY, _END, _REDUCED, _COMPUTED = range(5)
@@ -152,6 +153,7 @@ class _Simulation:
         self.pairs: dict[tuple[int, ...], RankPair] = {}
         self.messages: dict[tuple[int, int], Message] = {}
         self.reductions: dict[tuple[int, int], float] = {}
+        self.copies = Copies(schedule, machine.copied, lambda time, rank: self.push(time, _WAKE, rank))
         self.arrivals: dict[tuple[int, int], int] = {}
         self.awaiting: dict[tuple[int, int], int] = {}
         self._take_routes()
@@ -179,11 +181,12 @@ class _Simulation:
                     if (source, target) not in routes:
                         routes[source, target] = [self.machine.route(source, target)]
                 elif CODES[kind] == _REDUCE:
-                    ring = self._ring(rank)
+                    ring = self.rings[rank]
                     if (_RING, *ring) not in routes and len(ring) > 1:
                         routes[_RING, *ring] = [
                             _for_sums(self.machine.route(a, b)) for a, b in pairwise((*ring, ring[0]))
                         ]
+        routes |= {key: [route] for key, route in self.copies.lanes()}
         users = Counter(name for hops in routes.values() for name in {name for hop in hops for name, _ in hop.shares})
         for key, hops in routes.items():
             speeds = {name: speed for hop in hops for name, speed in hop.shares}
@@ -201,13 +204,11 @@ class _Simulation:
             latency = rounds * max(hop.latency for hop in hops)
             self.pairs[key] = RankPair(latency, cap, demands, tuple((self.uses[name], times[name]) for name in speeds))
 
-    def _ring(self, rank: int) -> tuple[int, ...]:
-        """Return the replicas of a rank, which sum together."""
-        return self.rings[rank]
-
     def _line(self, rank: int, program: Program, seconds: Seconds) -> RankTimeline:
         m, batches = self.schedule.microbatches, self.batches
-        reduces = any(a.kind == SUM for a in (*program.start, *program.batch))
+        reduces, copying = (
+            any(a.kind in kinds for a in (*program.start, *program.batch)) for kinds in ((SUM,), COPIES)
+        )
         steps: list[tuple[SimulatedStep, ...]] = []
         for actions in (program.start, program.batch):
             period = []
@@ -219,7 +220,8 @@ class _Simulation:
                 lasts = seconds(rank, a)
                 if not 0 <= lasts < math.inf:
                     raise UsageError(f"an action cannot take {lasts} seconds", where=f"rank {rank}, {a}")
-                period.append(SimulatedStep(a, code, lasts, channel, a.kind in PER_BATCH))
+                waits = copying and (bool(a.item) or code in (_COMPUTE, _TAKE))
+                period.append(SimulatedStep(a, code, lasts, channel, a.once, waits))
             steps.append(tuple(period))
         line = RankTimeline([], array("i"), array("d"), array("d"))
         for part, shift in [(steps[0], -1), *((steps[1], t - 1) for t in range(batches + 1))]:
@@ -365,6 +367,8 @@ class _Simulation:
                     break
                 if together and not self._gathered(rank, position, step.action.kind, now):
                     break
+                if step.waits and self.copies.waits((rank, position), step.action, now, self.messages):
+                    break
                 starts[position] = now
                 lasts = step.seconds
                 if code == _SEND and step.channel.writing is not None:
@@ -385,6 +389,8 @@ class _Simulation:
                 self._send(step.channel, mb, now, position)
             elif code == _REDUCE:
                 self._join(rank, position, mb, now)
+            elif code == _COPY:
+                self.copies.begin((rank, position), step.action, now, self.sharing, self.pairs)
             position += 1
         self.at[rank] = position
 
@@ -460,7 +466,7 @@ class _Simulation:
     # -------------------------------------------------------------------------------------------- sums over replicas
 
     def _join(self, rank: int, position: int, batch: int, now: float) -> None:
-        ring = self._ring(rank)
+        ring = self.rings[rank]
         self.reductions[rank, batch] = math.inf
         self.arrivals[ring[0], batch] = self.arrivals.get((ring[0], batch), 0) + 1
         if self.arrivals[ring[0], batch] < len(ring):

@@ -245,11 +245,16 @@ class Saver:
             (f"rank{self._rank}.older.safetensors", version, {n: t for n, t in tensors.items() if n in mine})
             for version, tensors in self._store.older().items()
         ]
+        # What is at home would need room on the device for a copy.
+        apart = self._store.apart() if copied else {}
         files: list[tuple[str, int, Arrays]] = []
         for name, version, tensors in parts:
             # A tensor on another device is copied anyway.
             arrays = {
-                key: np.array(self._packed(key, as_array(t)), copy=(copied and t.device.type == "cpu") or None)
+                key: np.array(
+                    self._packed(key, as_array(apart.get(key, t))),
+                    copy=(copied and t.device.type == "cpu" and key not in apart) or None,
+                )
                 for key, t in tensors.items()
             }
             if arrays:

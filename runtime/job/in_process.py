@@ -49,7 +49,7 @@ from penstock.runtime.state.store import TORCH_DTYPES, as_array
 from penstock.runtime.telemetry.resident import resident_bytes
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.worker.feeds import number_of
-from penstock.runtime.worker.loading import load_store
+from penstock.runtime.worker.loading import StateSource, load_store
 from penstock.runtime.worker.worker import describe_failure
 from penstock.support.errors import DoesNotFit
 
@@ -108,7 +108,7 @@ class LoadedStage:
         )
         # The size of the process before it had any variable of the model.
         self.base_bytes = resident_bytes()
-        self.store = load_store(bundle, 0, start.tables, start.place, self.program.device)
+        self.store = load_store(StateSource(bundle, 0, entry.stage, start.tables, start.place), self.program.device)
         hold_weights(self.program, self.store, stage_graphs(whole, entry.stage))
         self.microbatch = 0
         self.lock = threading.Lock()

@@ -59,7 +59,7 @@ from penstock.runtime.messages.control import (
     TraceRecord,
 )
 from penstock.runtime.messages.defaults import AHEAD, HEARTBEAT, QUEUE, THROUGHPUT, TIMEOUT, WARN, WRAP
-from penstock.runtime.messages.ledger import LedgerEntry
+from penstock.runtime.messages.ledger import CopyTimes, LedgerEntry
 from penstock.runtime.telemetry.steps import StepsUnderWay
 from penstock.runtime.telemetry.trace import CollectiveTimes, Event
 from penstock.runtime.worker.evaluation import count_evaluation, mean_loss
@@ -137,6 +137,7 @@ class Job(JobText):
         self.traces: list[list[Event]] = [[] for _ in range(world)]
         self.held: list[list[LedgerEntry]] = [[] for _ in range(world)]
         self.collectives: list[list[CollectiveTimes]] = [[] for _ in range(world)]
+        self.copies: list[list[CopyTimes]] = [[] for _ in range(world)]
 
     def _find_start(self, options: JobOptions) -> Start:
         """Find where the job starts, and check its samples."""
@@ -352,6 +353,7 @@ class Job(JobText):
             self.traces[rank] += message.events
             self.held[rank] += message.held
             self.collectives[rank] += message.collectives
+            self.copies[rank] += message.copies
         else:
             self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
             self.base_bytes[rank] = message.base_bytes

@@ -175,13 +175,15 @@ class _LocalRun:
                 if options.trace is not None:
                     record.overlapped(job.steps_done, overlap_of(job.traces, job.module))
                     record.exchanged(job.steps_done, collective_totals(job.collectives, job.module))
+                    record.copied(job.steps_done, [copy for listed in job.copies for copy in listed])
             finally:
                 record.close()
                 self._done = len(record.losses)
                 self._losses += record.losses
                 self._seconds += record.seconds
         if options.trace is not None:
-            write_trace(Path(options.trace), job.traces, module=job.module, held=job.held, collectives=job.collectives)
+            path, copies = Path(options.trace), job.copies
+            write_trace(path, job.traces, module=job.module, held=job.held, collectives=job.collectives, copies=copies)
         rate = len(self._losses) * samples / max(self._seconds, 1e-9)
         losses = list(self._losses)
         return RunSummary(self._first, losses, self._seconds, rate, self.saved, job.peak_bytes, self.restarts)

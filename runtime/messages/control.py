@@ -24,7 +24,7 @@ from penstock.ir.types import dtype_of, numpy_dtype
 from penstock.support.errors import VerifyError
 
 from .defaults import AHEAD, SYNTHETIC, WARN, WRAP
-from .ledger import LedgerEntry
+from .ledger import CopyTimes, LedgerEntry
 
 Arrays = dict[str, np.ndarray]
 _HEAD = struct.Struct("<II")
@@ -262,11 +262,12 @@ class Evaluated(Record, frozen=True):
 class TraceRecord(Record, frozen=True):
     """Actions with start and end on the host's monotonic clock, sent with the end of a RunCommand when tracing. `held`
     are the entries of its rank's memory. `collectives` have a text, and the times at which each began, the program
-    waited, and went on."""
+    waited, and went on. `copies` are those between the device and other memory spaces."""
 
     events: tuple[tuple[str, float, float], ...]
     held: tuple[LedgerEntry, ...] = ()
     collectives: tuple[tuple[str, float, float, float], ...] = ()
+    copies: tuple[CopyTimes, ...] = ()
 
 
 class Wake(Record, frozen=True):

@@ -6,6 +6,7 @@ Actions count from 0 over all runs of the rank; -1 is before the first. An entry
 happened to which block:
 
     own       a buffer of a variable is there: its number as block, and the version that it holds, where it has versions
+    give      the memory of a variable is given back: its contents are at home in another space
     write     an update has made a version of a parameter          retire    no action will read a version after this
     post      a receive has memory for a message                   keep      a value is held under a name
     drop      a value is let go of
@@ -45,6 +46,16 @@ class LedgerEntry(NamedTuple):
     block: int
     nbytes: int
     version: int | None = None
+
+
+class CopyTimes(NamedTuple):
+    """A copy: what it was, its bytes, when it began and ended, and the seconds that the program waited for it."""
+
+    text: str
+    nbytes: int
+    begun: float
+    ended: float
+    waited: float
 
 
 class Ledger:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.ir.action_kinds import LET_GO
 from penstock.ir.schedule import RECEIVES, Action
 
 # Text, then doubles: the time of the last heartbeat, the number of finished steps, where a save is, and the seconds
@@ -41,6 +42,8 @@ WORDS = {
     "N": "norm of the gradients of batch",
     "U": "update after batch",
     "AR": "reduction of the gradients of batch",
+    "CI": "copying in for batch",
+    "CO": "copying out of batch",
     "L": "letting go of what is computed again of microbatch",
     "D": "drop of microbatch",
     "SF": "send of microbatch",
@@ -57,6 +60,8 @@ WORDS = {
 def describe(action: Action) -> str:
     """Describe an action in words, for messages."""
     peer = "" if action.peer is None else f" {'from' if action.kind in RECEIVES else 'to'} rank {action.peer}"
+    if action.kind == LET_GO and action.item:
+        return f"{action} (letting go of what is at home of batch {action.mb})"
     return f"{action} ({WORDS[action.kind]} {action.mb}{peer})"
 
 

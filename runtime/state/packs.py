@@ -39,6 +39,10 @@ class PackState:
         """Return the buffer with the newest contents of a variable."""
         return self._store_of[name].newest(name)
 
+    def apart(self) -> dict[str, torch.Tensor]:
+        """Return what is at home in copies that nothing changes."""
+        return {name: tensor for store in self.stores for name, tensor in store.apart().items()}
+
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return live versions other than the newest, with their parameters."""
         older: dict[int, dict[str, torch.Tensor]] = {}

@@ -10,7 +10,8 @@ Gradients have as many copies as their variable says, and those of batch t are s
 and buffers have one. Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed in
 one piece; those of which ranks keep parts lie in memory that is lent, where there is such. Parameters that no update
 writes are the same in all versions. All tensors start at a multiple of 64 bytes, which is what torch's allocator gives.
-They are in the memory of the stage's device.
+They are in the memory of the stage's device, but for an item with a home (homes.py), which is there while an update
+needs it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ import torch
 
 from penstock.ir.collective_calls import JointSum
 from penstock.ir.graph import GRAD, Slot, Var
+from penstock.ir.memory.items import Image, image_of
 from penstock.ir.types import LONG_NAMES, TensorType, numpy_dtype
 from penstock.runtime.messages.ledger import Ledger
 from penstock.support.errors import VerifyError
+
+from .homes import HomedItem
 
 TORCH_DTYPES: dict[str, torch.dtype] = {ours: getattr(torch, name) for ours, name in LONG_NAMES.items()}
 _ALIGNMENT = 64
@@ -201,7 +205,7 @@ NO_SUMS = SummedGradients()
 
 class Store:
     """All state of one rank, with the types of what it has of each variable. `stepped` are the variables that have
-    versions."""
+    versions; `homed` makes the item of those with a home."""
 
     def __init__(
         self,
@@ -212,8 +216,10 @@ class Store:
         grow: bool = False,
         device: torch.device = CPU,
         summed: SummedGradients = NO_SUMS,
+        homed: Callable[[Image], HomedItem] | None = None,
     ) -> None:
-        stepped = set(stepped)
+        stepped, image = set(stepped), image_of(variables)
+        self.item = homed(image) if homed is not None and image is not None else None
         self.variables = dict(variables)
         self.grow = grow
         self.version = version
@@ -226,7 +232,7 @@ class Store:
         self._lay_out([variables[name] for name in summed.whole])
         self._kept = [(call, self._lent_copies(call, summed)) for call in summed.kept]
         for name, var in variables.items():
-            if name in self.gradients:
+            if name in self.gradients or (self.item is not None and var.home):
                 continue
             if var.role == GRAD:
                 self.gradients[name] = [allocate(var.type, device).zero_() for _ in range(var.versions)]
@@ -290,9 +296,40 @@ class Store:
         """Return the buffer with the newest contents of a variable, read again if its memory was given back."""
         if name in self._gone and self.reread is not None:
             return self.reread(name)
+        if self.item is not None and name in self.item.image.variables:
+            return self.item.newest(name)
         if name in self.versioned:
             return self.versioned[name].place(self.versioned[name].newest)
         return self.single[name]
+
+    def apart(self) -> dict[str, torch.Tensor]:
+        """Return what is at home in copies that nothing changes; they take no memory of the device."""
+        return {} if self.item is None else self.item.apart()
+
+    def bring(self, text: str) -> None:
+        """Begin to bring the item to the device. `text` names the copy."""
+        self._homed().bring(text)
+        self._note_item("own")
+
+    def store(self, text: str) -> None:
+        """Begin to copy the item to its home."""
+        self._homed().store(text)
+
+    def let_item_go(self) -> None:
+        """Give the memory of the item back, once it is at home."""
+        self._by_turn.clear()
+        self._homed().let_go()
+        self._note_item("give")
+
+    def await_item(self) -> None:
+        """Wait for the item, if it is on its way to the device."""
+        if self.item is not None:
+            self.item.wait()
+
+    def _homed(self) -> HomedItem:
+        if self.item is None:
+            raise VerifyError("nothing has a home that could be moved")
+        return self.item
 
     def let_go(self, name: str, stand_in: torch.Tensor) -> None:
         """Give back the memory of a variable that has one version and can be read again, and that no graph reads any
@@ -336,6 +373,8 @@ class Store:
             buffers = self.gradients[slot.var]
             return buffers[batch % len(buffers)]
         versions = self.versioned.get(slot.var)
+        if versions is None and self.item is not None and slot.var in self.item.image.variables:
+            return self.item.tensor(slot.var)
         if versions is None:
             return self.single[slot.var]
         match slot.slot:
@@ -385,6 +424,11 @@ class Store:
         for name, copies in {**self.gradients, **{name: [tensor] for name, tensor in self.single.items()}}.items():
             for buffer, tensor in enumerate(copies):
                 ledger.variable("own", name, buffer, tensor.nbytes, None)
+
+    def _note_item(self, what: str) -> None:
+        if self.ledger is not None:
+            for name, var in self._homed().image.variables.items():
+                self.ledger.variable(what, name, 0, var.type.nbytes, None)
 
     def _note_version(self, what: str, name: str, versions: Versions, version: int) -> None:
         if self.ledger is not None:

@@ -92,7 +92,7 @@ def _entry(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
             return LedgerEntry(
                 at, step, what, f"{args['graph']} {args['first']} {args['last']}", 0, args["block"], args["bytes"]
             )
-        case "own" | "write" | "retire":
+        case "own" | "give" | "write" | "retire":
             return LedgerEntry(at, step, what, args["variable"], 0, args["block"], args["bytes"], args["version"])
     owner = args["microbatch"] if "microbatch" in args else -1 - args["batch"]
     return LedgerEntry(
@@ -170,12 +170,14 @@ def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
     return runs
 
 
-def _variables(module: Module, stage: int, entries: Iterable[LedgerEntry]) -> Iterable[Life]:
+def _variables(module: Module, stage: int, entries: Sequence[LedgerEntry]) -> Iterable[Life]:
     variables = stage_vars(module, stage)
+    ends = [(entry.name, entry.step) for entry in entries if entry.what == "give"]
     for entry in entries:
         if entry.what == "own" and entry.nbytes:
             purpose = purpose_of(variables[entry.name]) if entry.name in variables else "buffers"
-            yield Life(purpose, (entry.name,), None, entry.nbytes, BEFORE, None, entry.block)
+            end = next((step for name, step in ends if name == entry.name and step > entry.step), None)
+            yield Life(purpose, (entry.name,), None, entry.nbytes, entry.step, end, entry.block)
 
 
 def _versions(entries: Sequence[LedgerEntry]) -> list[Version]:

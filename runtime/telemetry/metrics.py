@@ -17,6 +17,10 @@ the seconds under way and the seconds that were waited (collective_times.py):
 
     {"step": 99, "shift_tp": 400, "shift_tp_bytes": 51200, "shift_tp_s": 0.4, "shift_tp_exposed_s": 0.1}
 
+Where ranks copy between memory spaces, a row has those of each direction, in the same way:
+
+    {"step": 99, "copies_in": 200, "copies_in_bytes": 409600, "copies_in_s": 0.4, "copies_in_waited_s": 0.1}
+
 Where ranks have GPUs, a row has the most memory of each such rank's GPU in use at the end of a batch, by all programs:
 
     {"step": 99, "rank1_gpu_bytes": 2147483648}
@@ -42,7 +46,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT
+from penstock.ir.schedule import Action
 from penstock.runtime.messages.control import Evaluation, Step
+from penstock.runtime.messages.ledger import CopyTimes
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.terminal import StatusLine
 from penstock.support.words import shown_bytes
@@ -176,6 +183,33 @@ class Metrics:
                 f"{total.seconds:.3f} s under way, of which ranks waited {total.exposed:.3f} s"
             )
         self._write(row)
+
+    def copied(self, done: int, copies: Sequence[CopyTimes]) -> None:
+        """Write the copies between memory spaces of a run that was traced, in a row of its own."""
+        row: dict[str, float | int | str | None] = {"step": done - 1}
+        for kind, name in ((COPY_IN, "copies_in"), (COPY_OUT, "copies_out")):
+            listed = [copy for copy in copies if Action.parse(copy.text).kind == kind]
+            nbytes, moving, waited = (
+                sum(amounts)
+                for amounts in (
+                    [copy.nbytes for copy in listed],
+                    [copy.ended - copy.begun for copy in listed],
+                    [copy.waited for copy in listed],
+                )
+            )
+            row |= {
+                name: len(listed),
+                f"{name}_bytes": nbytes,
+                f"{name}_s": round(moving, 6),
+                f"{name}_waited_s": round(waited, 6),
+            }
+            if listed:
+                self._line.interrupt(
+                    f"{name.replace('_', ' ')}: {len(listed)}, {shown_bytes(int(nbytes))}, {moving:.3f} s under way, "
+                    f"of which ranks waited {waited:.3f} s"
+                )
+        if copies:
+            self._write(row)
 
     def on_devices(self, done: int, used: Sequence[int]) -> None:
         """Write the memory of GPUs that was in use, in a row of its own. `used` has 0 for ranks without one."""

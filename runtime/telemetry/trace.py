@@ -1,6 +1,7 @@
 """A timeline of a run as Chrome-trace JSON, which Perfetto opens. It has one row per rank, one slice per action, an
 arrow from every send to its receive. A rank that does collectives has a second row for those. A slice there is from the
-begin of a collective to its result, and says how long the program waited.
+begin of a collective to its result, and says how long the program waited. So have copies between memory spaces a row,
+with their bytes.
 
 In: (action, start, end) of each rank, on one clock (runtime/group/clocks.py where there are several). Out: a file.
 
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from penstock.ir.graph import Module
 from penstock.ir.schedule import RECEIVES, SENDS, Action
-from penstock.runtime.messages.ledger import LedgerEntry
+from penstock.runtime.messages.ledger import CopyTimes, LedgerEntry
 from penstock.support.errors import PenstockError
 from penstock.support.words import numbered
 
@@ -39,6 +40,7 @@ def write_trace(
     module: Module | None = None,
     held: Sequence[Sequence[LedgerEntry]] = (),
     collectives: Sequence[Sequence[CollectiveTimes]] = (),
+    copies: Sequence[Sequence[CopyTimes]] = (),
 ) -> None:
     """Write the timeline. Times count from the first action of all. With a module, rows say stage and device."""
     origin = min((event[1] for events in ranks for event in events), default=0.0)
@@ -54,6 +56,8 @@ def write_trace(
             entries.append({"name": action, "cat": _kind(action), "ph": "X", "pid": rank, "tid": 0, **times})
     for rank, done in enumerate(collectives):
         entries += _collectives(rank, done, origin)
+    for rank, copied in enumerate(copies):
+        entries += _copies(rank, copied, origin)
     entries += _arrows(ranks, origin)
     for rank, changes in enumerate(held):
         entries += _memory(rank, changes, origin, {} if module is None else makers(module, module.rank_stages()[rank]))
@@ -80,6 +84,22 @@ def _collectives(rank: int, done: Sequence[CollectiveTimes], origin: float) -> I
         shared = {"name": text, "cat": "collective", "pid": rank, "tid": 1, "id": number}
         yield {**shared, "ph": "b", "ts": _micros(begun, origin), "args": {"waited us": _micros(ended, waited)}}
         yield {**shared, "ph": "e", "ts": _micros(ended, origin)}
+
+
+def _copies(rank: int, done: Sequence[CopyTimes], origin: float) -> Iterator[_Entry]:
+    """Yield the row of a rank's copies between memory spaces; those of both directions may overlap."""
+    if done:
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": 2, "args": {"name": "copies"}}
+    for number, copy in enumerate(done):
+        shared = {"name": copy.text, "cat": "copy", "pid": rank, "tid": 2, "id": number}
+        waited = round(copy.waited * 1e6, 1)
+        yield {
+            **shared,
+            "ph": "b",
+            "ts": _micros(copy.begun, origin),
+            "args": {"bytes": copy.nbytes, "waited us": waited},
+        }
+        yield {**shared, "ph": "e", "ts": _micros(copy.ended, origin)}
 
 
 def _kind(action: str) -> str:
@@ -150,7 +170,7 @@ def _fields(entry: LedgerEntry, makers: Mapping[str, str]) -> tuple[str, _Entry]
     if entry.what == "call":
         graph, first, last = entry.name.split(" ")
         return graph, {"graph": graph, "first": first, "last": last, "block": entry.block, "bytes": entry.nbytes}
-    if entry.what in ("own", "write", "retire"):
+    if entry.what in ("own", "give", "write", "retire"):
         return f"@{entry.name}", {
             "variable": entry.name,
             "version": entry.version,

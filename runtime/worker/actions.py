@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.ir.schedule import PER_BATCH, READERS, RECEIVES, Action, Program, Schedule
+from penstock.ir.schedule import READERS, RECEIVES, Action, Program, Schedule
 
 # Actions that are created beyond those that the caller needs: together they cost less.
 _CHUNK = 16
@@ -112,13 +112,14 @@ class ActionStream:
         start: tuple[int, tuple[Action, ...], dict[int, int]] = (first, program.start, {})
         for t, actions, retires in chain([start], ((t, program.batch, last_reader) for t in count(first))):
             shift = t - 1
-            for i, (kind, stage, mb, version, peer, end) in enumerate(actions):
-                once = kind in PER_BATCH
+            for i, (kind, stage, mb, version, peer, end, item) in enumerate(actions):
+                once = actions[i].once
                 number = mb + shift * (1 if once else m)
                 read = None if version is None else max(0, version + shift)
                 gone = retires[i] + shift if i in retires else -1
                 counted = number if once else number // self._unit
-                yield t, counted, Upcoming(Action(kind, stage, number, read, peer, end), gone if gone >= 0 else None)
+                action = Action(kind, stage, number, read, peer, end, item)
+                yield t, counted, Upcoming(action, gone if gone >= 0 else None)
 
     def _advance(self, number: int, *, wait: bool) -> None:
         while len(self._ahead) < number and self._next is not None:

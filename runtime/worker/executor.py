@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from penstock.backends.interface import StageProgram
-from penstock.ir.action_kinds import AGAIN, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE
+from penstock.ir.action_kinds import AGAIN, COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE
 from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, share_of
 from penstock.ir.collective_calls import coordinates_of
 from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value
@@ -311,9 +311,19 @@ class Executor:
                 self._exchange.begin(call, gradients, gradients)
             self._keeping.add(action.mb)
 
+    def copy_in(self, action: Action) -> None:
+        """Begin to copy the item of the stage to the device; it goes on in the background."""
+        self.store.bring(str(action))
+
+    def copy_out(self, action: Action) -> None:
+        """Begin to copy the item of the stage to its home; it goes on in the background."""
+        self.store.store(str(action))
+
     def finish_sum(self, action: Action) -> None:
         """Wait for the sum of the batch that an action uses, if it has not been waited for: the whole sum, and this
-        rank's parts."""
+        rank's parts. Wait for the item that an update touches, too."""
+        if action.kind == UPDATE:
+            self.store.await_item()
         self.transport.finish_sum(action)
         if action.mb in self._keeping:
             assert self._exchange is not None
@@ -351,6 +361,9 @@ class Executor:
         self.store.put_all(action.holder, self.transport.receive(action))
 
     def let_go(self, action: Action) -> None:
+        if action.item:
+            self.store.let_item_go()
+            return
         self.store.keep_only(action.mb, self._of(action.mb).after_letting_go)
 
     def drop(self, action: Action) -> None:
@@ -466,6 +479,8 @@ HANDLERS: dict[str, Callable[[Executor, Action], None]] = {
     **dict.fromkeys(SENDS, Executor.send),
     **dict.fromkeys(RECEIVES, Executor.receive),
     SUM: Executor.sum_up,
+    COPY_IN: Executor.copy_in,
+    COPY_OUT: Executor.copy_out,
     LET_GO: Executor.let_go,
     DROP: Executor.drop,
 }

@@ -7,7 +7,8 @@ variable that is split over the devices of its stage, the rank has the local typ
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +16,11 @@ import torch
 from penstock.backends.bundle.format import Bundle
 from penstock.backends.registry import backend_of
 from penstock.ir.graph import GRAD, Var, stage_vars, stepped_vars
+from penstock.ir.memory.items import Image
 from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole_tile
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.checkpoint.resuming import Filling, fill_tiles, load_state
+from penstock.runtime.state.homes import HomedItem, Lanes, open_home
 from penstock.runtime.state.settings import Settings
 from penstock.runtime.state.store import NO_SUMS, Store, SummedGradients
 
@@ -30,51 +33,59 @@ def check_device(bundle: Bundle, rank: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _StateSource:
-    """The place of a stage's state: its bundle and rank, the elements of its settings, perhaps a checkpoint."""
+class StateSource:
+    """The place of a stage's state: its bundle and rank, the elements of its settings, perhaps a checkpoint. `lanes`
+    copy what has a home elsewhere."""
 
     bundle: Bundle
     rank: int
     stage: int
     tables: Settings
-    place: Path | None
+    place: Path | None = None
+    lanes: Lanes = field(default_factory=Lanes)
+
+    def homed(self, image: Image) -> HomedItem:
+        """Make the home of an item, in its space as the device of the rank reaches it."""
+        cluster = self.bundle.module.cluster
+        assert cluster is not None, "spaces are those of a cluster"
+        space = cluster.space(image.space, self.bundle.rank(self.rank).device)
+        return HomedItem(image, open_home(space, image.nbytes), self.lanes)
 
 
 def load_store(
-    bundle: Bundle,
-    rank: int,
-    tables: Settings,
-    place: Path | None,
-    device: torch.device,
-    *,
-    grow: bool = False,
-    summed: SummedGradients = NO_SUMS,
-    stage: int | None = None,
+    source: StateSource, device: torch.device, *, grow: bool = False, summed: SummedGradients = NO_SUMS
 ) -> Store:
-    """Return the state of a rank at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store.
-    `stage` is one of the rank's, its first if not given."""
-    source = _StateSource(bundle, rank, bundle.rank(rank).stage if stage is None else stage, tables, place)
+    """Return the state of a stage at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store."""
     store = _load(source, device, grow, summed)
     store.reread = lambda name: _load(source, device, only=(name,)).newest(name)
     return store
 
 
 def _load(
-    source: _StateSource,
+    source: StateSource,
     device: torch.device,
     grow: bool = False,
     summed: SummedGradients = NO_SUMS,
     only: Collection[str] | None = None,
 ) -> Store:
     """Return the state of a stage, or that of some of its variables alone."""
-    bundle, rank, stage, tables, place = source.bundle, source.rank, source.stage, source.tables, source.place
+    bundle, rank, stage, place = source.bundle, source.rank, source.stage, source.place
     module = bundle.module
     variables = {name: var for name, var in stage_vars(module, stage).items() if only is None or name in only}
     mesh, seat = seat_of(module, rank)
     tiles = {name: tile_of(var.type, mesh, seat) for name, var in variables.items()}
     local = {name: replace(var, type=var.type.local(mesh.sizes)) for name, var in variables.items()}
     step = 0 if place is None else read_index(place).step
-    store = Store(local, stepped_vars(module), version=step, grow=grow, device=device, summed=summed)
+    store = Store(
+        local, stepped_vars(module), version=step, grow=grow, device=device, summed=summed, homed=source.homed
+    )
+    with nullcontext() if store.item is None else store.item.filling():
+        _fill(source, store, variables, tiles)
+    return store
+
+
+def _fill(source: StateSource, store: Store, variables: Mapping[str, Var], tiles: Mapping[str, TensorTile]) -> None:
+    """Fill the variables of a store: from the bundle, or from a checkpoint."""
     for name, var in variables.items():
         if var.role == GRAD:
             continue
@@ -82,10 +93,10 @@ def _load(
             store.clear(name)
         elif var.init == "zeros":
             store.newest(name).zero_()
-    _fill_tables(variables, tables, store, tiles)
-    if place is None:
+    _fill_tables(variables, source.tables, store, tiles)
+    if source.place is None:
         fill_tiles(
-            bundle.weights_file(stage),
+            source.bundle.weights_file(source.stage),
             {
                 name: Filling(store.newest(name), tiles[name], whole_tile(var.type))
                 for name, var in variables.items()
@@ -93,8 +104,7 @@ def _load(
             },
         )
     else:
-        load_state(place, store, variables, tiles)
-    return store
+        load_state(source.place, store, variables, tiles)
 
 
 def _fill_tables(variables: Mapping[str, Var], tables: Settings, store: Store, tiles: Mapping[str, TensorTile]) -> None:

@@ -61,6 +61,7 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
+from penstock.runtime.state.homes import Lanes
 from penstock.runtime.state.packs import PackState
 from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, SummedGradients, as_array
@@ -76,7 +77,7 @@ from penstock.support.out_of_memory import is_out_of_memory
 from .evaluation import evaluate
 from .executor import Conduct, Executor
 from .feeds import DataFeed, InputCuts, LocalSamples, NoSamples, Prefetch
-from .loading import check_device, load_store
+from .loading import StateSource, check_device, load_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 from .stage_graphs import library_name, sizes_of
 
@@ -128,7 +129,7 @@ class Worker:
         self.base = resident_bytes()
         self.tables = setup.tables or settings_of(self.module)
         self.device = program.device
-        self.stores = {stage: self._load_store(stage, program.device) for stage in programs}
+        self._load_stores(programs)
         self.state = _state_of(list(self.stores.values()))
         self.saver = Saver(bundle, rank, group, setup, self.state, status)
         homes = self.module.rank_stages()
@@ -272,8 +273,10 @@ class Worker:
         if self.executor.events is not None:
             blocks = () if self.executor.ledger is None else self.executor.ledger.taken()
             collectives = tuple(self.exchange.events or ())
-            self.reply(TraceRecord(tuple(self.executor.events), blocks, collectives), {})
+            copies = tuple(self.lanes.done or ())
+            self.reply(TraceRecord(tuple(self.executor.events), blocks, collectives, copies), {})
             self.executor.events.clear()
+            self.lanes.done = []
             self.exchange.events = []
         self.reply(self._done(), {})
 
@@ -282,6 +285,13 @@ class Worker:
         peak = max(self.loaded, peak_bytes() - (borrowed_bytes() if self.carriers.shares else 0))
         return Done(peak, self.base, waited, self.executor.device_memory.most)
 
+    def _load_stores(self, programs: Mapping[int, StageProgram]) -> None:
+        """Load the variables of all stages of the rank, one after the other."""
+        self.lanes = Lanes()
+        self.stores = {stage: self._load_store(stage, program.device) for stage, program in programs.items()}
+        # Copies are written down from here on.
+        self.lanes.done = [] if self.setup.trace else None
+
     def _load_store(self, stage: int, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)
         kept = kept_sums(self.module, stage)
@@ -289,7 +299,8 @@ class Worker:
         whole = summed_vars(self.module, stage) if self.group.team is not None else ()
         summed = SummedGradients([name for name in whole if name not in names], kept, self.exchange.lend)
         grow = not self.setup.retire
-        return load_store(self.bundle, self.rank, self.tables, place, device, grow=grow, summed=summed, stage=stage)
+        source = StateSource(self.bundle, self.rank, stage, self.tables, place, self.lanes)
+        return load_store(source, device, grow=grow, summed=summed)
 
 
 def _state_of(stores: Sequence[Store]) -> Store | PackState:

@@ -83,23 +83,21 @@ def plan(
     shard: str | Sequence[str] | Mapping[str, Any] = (),
     zero: int = 0,
     packs: int = 1,
+    offload: str = "none",
+    spill: str = "",
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
     """Run all passes. Without `training` the plan is for inference.
 
     `stages` 0 means one per device. With `replicas` every stage lies on so many devices, which share the microbatches
-    of a batch out among them; or `devices` names those of each stage. `shares` are how many of the microbatches each of
-    them runs: such that they are done at about the same time if not given.
-
-    `precision` is f32, bf16 or f16, by default that of the training settings; `weights` is f32, bf16, int8 or int4, for
-    inference. `recompute` says what the backward pass computes again instead of saving it: auto (what memory asks for),
-    none or all. `cuda_libraries` names who computes contractions on GPUs: torch or none. `wire` is the type of float32
-    values between stages. `hints`: whether hints of the model are followed, where `split_at` is not given.
-
-    `mesh` names the axes of every stage's devices, such as `dp=2,tp=2`. Along dp microbatches are dealt out; over other
-    axes tensors are split as `shard` says: `preset:megatron`, `FILE.toml`, `"w=[_,/tp]"`, or a mapping of names to
-    tuples such as `(None, "tp")`, or to styles of `parallelize_module`. For `zero` and `packs`: docs/cli.md.
+    of a batch out; or `devices` names those of each stage. `shares` are how many of the microbatches each of them runs:
+    such that they are done at about the same time if not given. `precision` is f32, bf16 or f16; `weights` is f32,
+    bf16, int8 or int4, for inference. `recompute` says what the backward pass computes again instead of saving it: auto
+    (what memory asks for), none or all.  `mesh` names the axes of every stage's devices, such as `dp=2,tp=2`. Along dp
+    microbatches are dealt out; over other axes tensors are split as `shard` says: `preset:megatron`, `FILE.toml`,
+    `"w=[_,/tp]"`, or a mapping of names to tuples such as `(None, "tp")`, or to styles of `parallelize_module`.
+    `cuda_libraries`, `wire`, `hints`, `zero`, `packs`, `offload` and `spill`: docs/cli.md.
     """
     options = PlanOptions(
         schedule=schedule,
@@ -119,6 +117,8 @@ def plan(
         shard=layouts_of(shard),
         zero=zero,
         packs=packs,
+        offload=offload,
+        spill=spill,
     )
     return family.plan_family(model, cluster, training, options, Feedback(dump, progress))
 

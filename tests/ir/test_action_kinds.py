@@ -102,7 +102,7 @@ def test_rows_agree_with_each_other() -> None:
 
 def test_the_tuples_are_those_of_the_text_of_the_ir() -> None:
     """Dumps and bundles name kinds, and write some as their number."""
-    assert (*"FRBWPNU", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "L", "D") == KINDS
+    assert (*"FRBWPNU", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "L", "D", "CI", "CO") == KINDS
     assert tuple("FRBWPNU") == COMPUTE
     assert PHASES == ("F", "B", "P", "N")
     assert TAKERS == {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",)}
@@ -111,9 +111,15 @@ def test_the_tuples_are_those_of_the_text_of_the_ir() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pattern_reads_every_kind(kind: str) -> None:
-    moves = bool(ACTION_KINDS[kind].partner)
-    action = Action(kind, 1, 3, None, 2 if moves else None)
-    assert Action.parse(str(action)) == action
+    row = ACTION_KINDS[kind]
+    moves = bool(row.partner)
+    for item in {"": ("",), "may": ("", "o"), "must": ("o",)}[row.item]:
+        action = Action(kind, 1, 3, None, 2 if moves else None, item=item)
+        assert Action.parse(str(action)) == action
+        assert action.once == (row.per == "batch" or item == "o")
+    wrong = f"1{kind}3" if row.item == "must" else f"1{kind}3{row.arrow}{2 if moves else ''}:{'' if row.item else 'o'}"
+    with pytest.raises(ValueError, match="bad action"):
+        Action.parse(wrong)
     with pytest.raises(ValueError, match="bad action"):
         Action.parse(f"1{kind}3" if moves else f"1{kind}3>2")
 

@@ -98,7 +98,7 @@ def test_comments_and_blank_lines_do_not_matter() -> None:
         ("f32[3,3] param", "f32[3,3] parameter", 4, "expected 'var @name"),
         ("0B2", "0Q2", 12, "bad action"),
         ("    return %y\n", "", 8, "ends without return"),
-        ("  note", "  nota", 14, "expected one of links, host, device"),
+        ("  note", "  nota", 14, "expected one of links, host, space, device"),
         ("module @m", "modul @m", 1, "expected 'module @name"),
         ("matmul(%x, %w)", "matmul(%x, ta=[1,[2]])", 7, "lists do not nest"),
         ("matmul(%x, %w)", "matmul(%x, ta=1, ta=2)", 7, "given twice"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from penstock.ir.cluster.cluster import Cluster, Device, Link
+from penstock.ir.action_kinds import ACTION_KINDS, ITEMS
+from penstock.ir.cluster.cluster import Cluster, Device, Link, Space
 from penstock.ir.graph import ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from penstock.ir.schedule import KINDS, RECEIVES, SENDS, Action, Program, Schedule
 from penstock.ir.types import DTYPES, TensorType
@@ -44,12 +45,16 @@ def graphs(draw: st.DrawFn, name: str) -> Graph:
 
 @st.composite
 def actions(draw: st.DrawFn) -> Action:
-    kind, peer = draw(st.sampled_from(KINDS)), None
+    kind, peer, end = draw(st.sampled_from(KINDS)), None, None
     if kind in (*SENDS, *RECEIVES):
-        peer = draw(st.integers(0, 99))
-    return Action(
-        kind, draw(st.integers(0, 99)), draw(st.integers(0, 10**6)), draw(st.none() | st.integers(0, 999)), peer
+        peer, end = draw(st.integers(0, 99)), draw(st.none() | st.integers(0, 99))
+    stage, number, version = (
+        draw(st.integers(0, 99)),
+        draw(st.integers(0, 10**6)),
+        draw(st.none() | st.integers(0, 999)),
     )
+    items = {"": st.just(""), "may": st.sampled_from(("", *ITEMS)), "must": st.sampled_from(tuple(ITEMS))}
+    return Action(kind, stage, number, version, peer, end, draw(items[ACTION_KINDS[kind].item]))
 
 
 @st.composite
@@ -62,9 +67,12 @@ def modules(draw: st.DrawFn) -> Module:
         cluster = Cluster(
             (Device("cpu:0", spaces=spaces, flops=rate), Device("b", "cuda", host="x.y")),
             (Link("cpu:0", "b", nic="eth0"),),
+            spaces=draw(
+                st.sampled_from([(), (Space("disk"), Space("ssd", "x.y", bytes=9, path="/mnt/a-b", bandwidth=rate))])
+            ),
         )
     vars = {
-        n: Var(n, draw(types()), draw(st.sampled_from(ROLES)), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])))
+        n: Var(n, draw(types()), draw(st.sampled_from(ROLES)), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])), home=draw(st.sampled_from(["", "disk"])))
         for n in draw(unique)
     }  # fmt: skip
     schedule = None

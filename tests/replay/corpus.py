@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.training import attach_loss
 from penstock.ir.attrs import Attr
-from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.graph import Module
 from penstock.passes.lengths.bound import BoundOptions
 from penstock.passes.manager import Call, Event, run_passes
@@ -34,8 +34,9 @@ PAIRS = ("cpu:0 cpu:1", "cpu:2 cpu:3")
 @dataclass(frozen=True)
 class Case:
     """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some
-    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors, `zero` variables; `packs` are the stages of a device. For inference,
-    `weights` are the bits of weights, and `bounded` lets the number of samples change."""
+    have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors, `zero` variables;
+    `packs` are the stages of a device, `offload` what is elsewhere. For inference, `weights` are the bits of weights,
+    and `bounded` lets the number of samples change."""
 
     make: Callable[[], ps.Model]
     training: ps.Training | None
@@ -53,6 +54,7 @@ class Case:
     bounded: bool = False
     zero: int = 0
     packs: int = 1
+    offload: str = "none"
 
 
 def trained(
@@ -132,6 +134,9 @@ CASES: dict[str, Case] = {
     "gpt-packs-recomputed": Case(
         lambda: models.gpt(4), trained(ADAMW, microbatches=4), "zb-v", packs=2, recompute="all"
     ),
+    "gpt-packs-offload": Case(
+        lambda: models.gpt(4), trained(ADAMW, microbatches=4), "interleaved", packs=2, offload="state"
+    ),
     "gpt-f16": Case(lambda: models.gpt(), trained(ADAMW), "gpipe", precision="f16"),
     "gpt-inference": Case(lambda: models.gpt(), None, "forward", precision="bf16"),
     "gpt-cuda": Case(lambda: models.gpt(), trained(ADAMW, microbatches=4), "2bw", GPUS, library="torch"),
@@ -198,7 +203,8 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
     every = Cluster.load(DEVICES)
     chosen = tuple(every.device(name) for name in case.devices)
     links = tuple(link for link in every.links if {link.a, link.b} <= set(case.devices))
-    module = model.module.but(cluster=replace(every, devices=chosen, links=links))
+    spaces = (Space("disk"),) if case.offload != "none" else ()
+    module = model.module.but(cluster=replace(every, devices=chosen, links=links, spaces=spaces))
     stages = len(case.groups) or len(case.devices)
     cuts: dict[str, Attr] = {"stages": stages, "devices": case.groups, "shares": case.shares}
     if case.training is None:
@@ -228,6 +234,7 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
         mesh=case.mesh,
         layouts=case.layouts,
         zero=case.zero,
+        offload=case.offload,
         packs=case.packs,
     )
     return module, training_pipeline(case.training.pass_options(), cuts, options)

@@ -117,6 +117,7 @@ def _add_dividing(dividing: Flags) -> None:
     show_rarely(plan)
     add_settings(dividing, PlanOptions, "mesh", "shard", "zero")
     add_settings(dividing, PlanOptions, "packs", "replicas", "recompute", "wire", left_open=True)
+    add_settings(dividing, PlanOptions, "offload", "spill", left_open=True)
     add_settings(dividing, PlanOptions, "split_at", "hints", "cuda_libraries")
 
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import CACHE, Module, stage_vars
+from penstock.ir.memory.items import resident_bytes, stage_image
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
 from penstock.ir.ops import BLOCK
+from penstock.ir.schedule import COPIES
 from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.simulator.forecast import forecast, seconds_of
 from penstock.support.errors import UsageError
@@ -42,11 +44,23 @@ class CacheRoom:
 
 
 @dataclass(frozen=True)
+class HomeRoom:
+    """The items of a rank that have a home in another memory space: their bytes there, the room that all ranks have,
+    the most bytes on the device at once, and those that a batch moves in and out together."""
+
+    space: str
+    bytes: int
+    room: int | None
+    on_device: int
+    moved_per_batch: int
+
+
+@dataclass(frozen=True)
 class Curve:
     """The memory of a rank over a run.
 
     `budget` is the memory of the rank's device, if its cluster states it; `timed` says whether seconds are seconds.
-    `caches` is None where there are none.
+    `caches` and `home` are None where there are none.
     """
 
     rank: int
@@ -57,6 +71,7 @@ class Curve:
     points: tuple[Point, ...]
     timed: bool
     caches: CacheRoom | None = None
+    home: HomeRoom | None = None
 
     @property
     def most_live(self) -> Point:
@@ -89,9 +104,28 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
                 points,
                 times is not None,
                 cache_room(module, packs[rank][0]),
+                home_room(module, rank),
             )
         )
     return tuple(curves)
+
+
+def home_room(module: Module, rank: int) -> HomeRoom | None:
+    """Return what a rank has in another memory space."""
+    assert module.schedule is not None
+    images = {stage: image for stage in module.rank_packs()[rank] if (image := stage_image(module, stage))}
+    if not images:
+        return None
+    space = next(iter(images.values())).space
+    limit = None if module.cluster is None else module.cluster.space(space, module.rank_devices()[rank]).bytes or None
+    actions = module.schedule.ranks[rank].batch
+    return HomeRoom(
+        space,
+        sum(image.nbytes for image in images.values()),
+        limit,
+        max(resident_bytes(module, module.schedule.expand(rank, 2))),
+        sum(images[a.stage].nbytes for a in actions if a.kind in COPIES),
+    )
 
 
 def cache_room(module: Module, stage: int) -> CacheRoom | None:

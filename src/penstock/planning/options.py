@@ -91,6 +91,20 @@ class PlanOptions:
         choices=("auto", "none", "all"),
         rare=True,
     )
+    offload: str = setting(
+        "none",
+        "what is in another memory space between its uses: nothing, or the optimiser state of ranks that run several "
+        "stages (--packs), of which one stage's is on the device at once (default: none)",
+        choices=("none", "state"),
+        rare=True,
+    )
+    spill: str = setting(
+        "",
+        "with --offload: the space, a [[space]] of the cluster file or a folder for files (default: the first of the "
+        "cluster, or the folder for temporary files)",
+        shown="SPACE",
+        rare=True,
+    )
     cuda_libraries: str = setting(
         "torch",
         "who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels "

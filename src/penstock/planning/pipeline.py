@@ -9,7 +9,7 @@ from math import prod
 from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.training import Training, attach_loss
 from penstock.ir.attrs import Attr
-from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.graph import REPLICAS, Mesh, Module
 from penstock.ir.sharding.batch_dims import with_batch_dims
 from penstock.passes.manager import Call, run_passes
@@ -27,6 +27,8 @@ from .plan import Plan
 from .watching import SILENT, Feedback
 
 _DEFAULTS = PlanOptions()
+# The name of a memory space that no cluster file names.
+SPILL = "disk"
 
 
 @dataclass(frozen=True)
@@ -155,20 +157,36 @@ def _pipeline(
         layouts=layouts_of(options.shard),
         weights=WEIGHTS[options.weights],
         packs=options.packs,
+        offload=options.offload,
+        space=options.spill if "/" not in options.spill else SPILL,
         zero=options.zero,
     )
     if training is not None and options.weights != "f32":
         raise UsageError(
             f"weights in {options.weights} cannot be trained", hint="compile for inference, without --loss"
         )
-    module = model.module.but(cluster=cluster)
+    module = model.module.but(cluster=_with_space(cluster, options))
     if training is None and options.packs > 1:
         raise UsageError("--packs puts several stages of a training on a device", hint="compile with --loss")
+    if training is None and options.offload != "none":
+        raise UsageError("--offload moves the optimiser state of a training", hint="compile with --loss")
     if training is None:
         return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, settings)
     settings = replace(settings, precision=options.precision or training.precision, guard=training.guard_options())
     module = with_batch_dims(attach_loss(module, training, model.imported.names), model.imported.symbols)
     return module, training_pipeline(training.pass_options(), cuts, settings)
+
+
+def _with_space(cluster: Cluster, options: PlanOptions) -> Cluster:
+    """Return the cluster with the memory space that `spill` names by its folder, or a space for temporary files where
+    one is needed and there is none."""
+    if options.offload == "none":
+        if options.spill:
+            raise UsageError("--spill says where what --offload moves is", hint="add --offload state")
+        return cluster
+    if "/" in options.spill:
+        return replace(cluster, spaces=(Space(SPILL, path=options.spill), *cluster.spaces))
+    return cluster if cluster.spaces or options.spill else replace(cluster, spaces=(Space(SPILL),))
 
 
 def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:

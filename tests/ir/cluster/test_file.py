@@ -403,3 +403,55 @@ def test_rates_that_are_no_numbers_never_get_through(tmp_path: Path) -> None:
         for bad in ("nan", "inf", "-inf", "-1", '"1e999"', '"1e999999999"', '"-2 s"'):
             assert len(problems(tmp_path, f'[[device]]\nname = "a"\n{key} = {bad}')) == 1
     assert math.isfinite(load(tmp_path, '[[device]]\nname = "a"\noverhead = 0').devices[0].overhead)
+
+
+SPACES = """
+[[device]]
+name = "cpu:0"
+
+[[space]]
+name = "disk"
+path = "/mnt/fast-disk"
+bytes = "100 GiB"
+bandwidth = "2 GB/s"
+
+[[space]]
+name = "disk"
+host = "localhost"
+"""
+
+
+def test_spaces_beside_the_memory_of_devices(tmp_path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(SPACES)
+    cluster = read_cluster(file)
+    first, second = cluster.spaces
+    assert (first.path, first.bytes, first.bandwidth) == ("/mnt/fast-disk", 100 << 30, 2e9)
+    assert (second.host, second.kind, second.bytes) == ("localhost", "file", 0)
+    assert cluster.spaces_of("cpu:0") == (first, second)
+    assert cluster.space("disk", "cpu:0") == first
+    with pytest.raises(UsageError, match="device cpu:0 reaches no memory space 'tape'"):
+        cluster.space("tape", "cpu:0")
+    for suffix in ("toml", "yaml"):
+        (again := tmp_path / f"again.{suffix}").write_text(cluster_text(cluster, again), encoding="utf-8")
+        assert read_cluster(again) == cluster
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('kind = "tape"', "kind must be one of file, got 'tape'"),
+        ('path = "a b"', "path must be the path of a folder without blanks"),
+        ("path = 3", "path must be the path of a folder without blanks"),
+        ('bytes = "-1 GB"', "bytes must be positive or 0"),
+        ('[[space]]\nname = "disk"\nhost = "localhost"', "space 'disk' is listed twice"),
+        ('colour = "red"', "unknown key 'colour', expected one of name, host, kind, bytes, path"),
+        ('[[host]]\nname = "a"\n[[space]]\nname = "x"\nhost = "b"', "space 'x': no host 'b', there are a"),
+    ],
+)
+def test_spaces_that_are_wrong_are_refused(tmp_path, line, message) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(f"{SPACES}{line}\n")
+    with pytest.raises(UsageError) as refused:
+        read_cluster(file)
+    assert message in str(refused.value)

@@ -26,7 +26,7 @@ from penstock.runtime.group.group import RankGroup, host_store
 from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.store import TORCH_DTYPES, Store, as_array, fill
-from penstock.runtime.worker.loading import load_store
+from penstock.runtime.worker.loading import StateSource, load_store
 
 TIMEOUT, STEP = 30, 3
 
@@ -118,7 +118,8 @@ class HandBundle:
 
     def load(self, rank: int, place: Path | None) -> Store:
         """Load the state of one rank."""
-        return load_store(self, rank, {}, place, torch.device("cpu"))  # type: ignore[arg-type]
+        source = StateSource(self, rank, self.rank(rank).stage, {}, place)  # type: ignore[arg-type]
+        return load_store(source, torch.device("cpu"))
 
 
 def at_step(bundle: HandBundle, rank: int) -> Store:

@@ -152,6 +152,8 @@ def _searched(
     fixed = {
         "--stages": arguments.stages,
         "--packs": arguments.packs,
+        "--offload": arguments.offload,
+        "--spill": arguments.spill,
         "--microbatches": arguments.microbatches,
         "--split-at": arguments.split_at,
     }
@@ -186,6 +188,8 @@ def _from_file(
         "batch",
         "stages",
         "packs",
+        "offload",
+        "spill",
         "microbatches",
         "split_at",
         "replicas",

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.inspection.views.gantt import svg_gantt
-from penstock.ir.action_kinds import ACTION_KINDS, DROP, FORWARD, LET_GO, SUM
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, SUM
 from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, Value, summed_vars
-from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action
+from penstock.ir.memory.items import stage_image
+from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
 from penstock.passes.simulator.forecast import Forecast
 from penstock.planning.predict import Predicted, predict
 from penstock.support.gc_pause import nothing_collected
@@ -70,7 +71,7 @@ def action_rows(module: Module, rank: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _unit(action: Action) -> str:
-    return f"{ACTION_KINDS[action.kind].per} {action.mb}"
+    return f"{'batch' if action.once else 'microbatch'} {action.mb}"
 
 
 def _computes(module: Module, action: Action) -> str:
@@ -78,7 +79,20 @@ def _computes(module: Module, action: Action) -> str:
     return f"run @s{action.stage}.{action.kind} for {_unit(action)}{version}"
 
 
+def _copies(module: Module, action: Action) -> str:
+    image = stage_image(module, action.stage)
+    if image is None:
+        return f"copy what stage {action.stage} has not"
+    what = f"the optimiser state of stage {action.stage}, {shown_bytes(image.nbytes)}"
+    if action.kind == LET_GO:
+        return f"let go of {what}, once it is in {image.space}"
+    ways = {COPY_IN: f"from {image.space} for", COPY_OUT: f"to {image.space} after"}
+    return f"begin to copy {what}, {ways[action.kind]} {_unit(action)}"
+
+
 def _lets_go(module: Module, action: Action) -> str:
+    if action.item:
+        return _copies(module, action)
     return f"let go of what @s{action.stage}.{action.phase} computes again for {_unit(action)}"
 
 
@@ -115,6 +129,7 @@ DOES: dict[str, Callable[[Module, Action], str]] = {
     **dict.fromkeys(SENDS, _sends),
     **dict.fromkeys(RECEIVES, _receives),
     SUM: _sums,
+    **dict.fromkeys(COPIES, _copies),
     LET_GO: _lets_go,
     DROP: _drops,
 }

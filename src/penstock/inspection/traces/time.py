@@ -167,8 +167,8 @@ def _window(
     ends = [
         position
         for position, (action, _) in enumerate(actions)
-        if (action.kind, action.stage, action.peer) == (last.kind, last.stage, last.peer)
-        and (action.mb - last.mb) % (1 if ACTION_KINDS[action.kind].per == "batch" else schedule.microbatches) == 0
+        if (action.kind, action.stage, action.peer, action.item) == (last.kind, last.stage, last.peer, last.item)
+        and (action.mb - last.mb) % (1 if action.once else schedule.microbatches) == 0
     ]
     whole = ends[_FIRST - 1 : len(ends) - _LAST]
     if len(whole) < 2:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.inspection.flow import FlowLine
-from penstock.inspection.memory import CacheRoom, Curve
+from penstock.inspection.memory import CacheRoom, Curve, HomeRoom
 from penstock.inspection.sources import ONNX, SourceNode
 from penstock.inspection.summary import StageFacts, Summary
 from penstock.inspection.weights import Statistics
@@ -162,8 +162,18 @@ def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
     for curve in curves:
         if curve.caches is not None:
             parts += ["", _cache_line(curve.rank, curve.caches)]
+        if curve.home is not None:
+            parts += ["", _home_line(curve.rank, curve.home)]
         parts += ["", *_plot(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
     return "\n".join(parts)
+
+
+def _home_line(rank: int, home: HomeRoom) -> str:
+    room = "" if home.room is None else f" of {shown_bytes(home.room)}"
+    return (
+        f"rank {rank}: {shown_bytes(home.bytes)}{room} at home in {home.space}, at most {shown_bytes(home.on_device)} "
+        f"of it on the device; a batch copies {shown_bytes(home.moved_per_batch)}"
+    )
 
 
 def _cache_line(rank: int, room: CacheRoom) -> str:

@@ -79,7 +79,7 @@ const PHASE_NAMES = { F: "Forward", R: "Forward again", B: "Backward", W: "Weigh
 const phaseName = (kind) => PHASE_NAMES[kind] || kind;
 
 const ACTION_NAMES = {
-  F: "forward", R: "forward again", B: "backward", W: "weight gradients", U: "update", P: "shared gradients", N: "norm", AR: "sum over replicas",
+  F: "forward", R: "forward again", B: "backward", W: "weight gradients", U: "update", P: "shared gradients", N: "norm", AR: "sum over replicas", CI: "copy in", CO: "copy out",
   SF: "send forward", RF: "receive forward", SB: "send backward", RB: "receive backward", SP: "send shared gradients", RP: "receive shared gradients",
   SN: "send norm", RN: "receive norm",
 };

@@ -1,7 +1,7 @@
 // Who runs what when: the planned timeline of every rank, and under it the measured one where there is a trace, from the beginning of the same batch.
 
 const COMPUTING = new Set(["F", "R", "B", "W", "P", "N", "U"]);
-const ONCE = new Set(["U", "P", "N", "AR", "SP", "RP", "SN", "RN"]);
+const ONCE = new Set(["U", "P", "N", "AR", "CI", "CO", "SP", "RP", "SN", "RN"]);
 
 // The actions of every rank as objects, and where batches begin.
 function unpack(found) {

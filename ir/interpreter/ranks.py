@@ -1,0 +1,67 @@
+"""The ranks of an interpreted schedule, with what each has of variables and values; variables of stages after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.ir.graph import COORDINATE, Mesh, Module
+from penstock.ir.schedule import Action
+from penstock.ir.sharding.tiles import TensorTile, cut, fill, owners, tile_of
+from penstock.ir.types import TensorType
+
+from .ops import Array
+from .store import VersionStore
+
+
+class InterpretedRank:
+    """One rank: its program, its variables, and the values it holds for each of its stages and each microbatch and
+    batch, by `Action.holder`."""
+
+    def __init__(self, index: int, program: list[Action], mesh: Mesh, place: int, is_local: bool) -> None:
+        self.index, self.program, self.is_local = index, program, is_local
+        # The variables of each stage: stages may have copies of their own under one name, such as counters.
+        self.stores: dict[int, VersionStore] = {}
+        self.mesh, self.place = mesh, place
+        self.coordinates = {f"{COORDINATE}{axis}": np.array(at) for axis, at in mesh.coordinates(place).items()}
+        self.step = 0
+        self.values: dict[tuple[int, int], dict[str, Array]] = {}
+        # Batches whose gradients it has added to a sum that it has not used yet.
+        self.waiting: set[int] = set()
+
+    def action(self) -> Action | None:
+        return self.program[self.step] if self.step < len(self.program) else None
+
+    def part(self, whole: Array, type: TensorType) -> Array:
+        """Return this rank's part of a tensor: all of it before `localize`."""
+        part: Array = cut(whole, type, self.mesh, self.place) if self.is_local else whole
+        return part
+
+    def tile(self, type: TensorType) -> TensorTile | None:
+        """Return which part of a tensor this rank has; None where it is all of it."""
+        return tile_of(type, self.mesh, self.place) if self.is_local and not type.is_plain else None
+
+
+class StageVariables:
+    """The variables of a stage after a run, whole: those of its ranks, joined."""
+
+    def __init__(self, module: Module, stage: int, ranks: Sequence[InterpretedRank]) -> None:
+        self.module, self.ranks, self.stores = module, ranks, [rank.stores[stage] for rank in ranks]
+        self.slots, self.newest = self.stores[0].slots, self.stores[0].newest
+
+    def latest(self, name: str) -> Array:
+        return self._whole(name, [store.latest(name) for store in self.stores])
+
+    def before_latest(self, name: str) -> Array | None:
+        parts = [part for store in self.stores if (part := store.before_latest(name)) is not None]
+        return self._whole(name, parts) if len(parts) == len(self.ranks) else None
+
+    def _whole(self, name: str, parts: Sequence[Array]) -> Array:
+        type, mesh = self.module.vars[name].type, self.ranks[0].mesh
+        if self.ranks[0].tile(type) is None:
+            return parts[0]
+        whole = np.empty(type.dims, parts[0].dtype)
+        for place in owners(type, mesh).values():
+            fill(whole, parts[place], type, mesh, place)
+        return whole

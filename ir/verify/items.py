@@ -1,0 +1,178 @@
+"""The checker of items that move between memory spaces.
+
+In: a module with a schedule. It follows every rank's actions in concrete runs (runs.py), and knows of each item of a
+stage: is it on the device, and has it changed since it was copied to its home?
+
+    resident   a computation that touches an item stands behind its CI, and before its L
+    home       L lets go of no only copy: CO stands behind the last computation that changed it
+    once       nothing is brought that is there, copied out that did not change, or let go of that is away
+    seam       a run ends with every item at home, where a checkpoint takes it from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, UPDATE
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.graph import STATE, Module
+from penstock.ir.memory.items import Image, home_bytes, stage_image, users_of
+from penstock.ir.schedule import Action
+from penstock.support.errors import UsageError
+from penstock.support.words import exact_bytes, shown_bytes
+
+from .problems import Problem
+from .runs import ConcreteRun, FirstOfEach, over_runs
+
+
+def check_items(module: Module) -> Iterator[Problem]:
+    """Check what has a home, and every move of it."""
+    assert module.schedule is not None
+    if not any(var.home for var in module.vars.values()) and not any(a.item for a in module.schedule.actions()):
+        return
+    problems = [*_check_homes(module)]
+    yield from problems
+    if not problems:
+        yield from over_runs(module, _check_moves)
+
+
+def _check_homes(module: Module) -> Iterator[Problem]:
+    """Check that variables with a home are optimiser state of a stage, and that its ranks reach that space."""
+    for name, var in module.vars.items():
+        if var.home and (var.role != STATE or var.stage is None):
+            yield Problem(f"@{name}", f"is at home in {var.home}; only optimiser state of one stage can be")
+    for stage in module.stages:
+        image = stage_image(module, stage.index)
+        if image is None:
+            continue
+        where = f"stage {stage.index}"
+        if users := users_of(module, stage.index, image) - {UPDATE}:
+            yield Problem(where, f"{', '.join(sorted(users))} touches state that is at home in {image.space}")
+        if len(spaces := {var.home for var in image.variables.values()}) > 1:
+            yield Problem(where, f"has state in {' and '.join(sorted(spaces))}, expected one space")
+        for device in module.devices_of(stage.index) if module.cluster is not None else ():
+            yield from _check_reach(module.cluster, device, image, where)
+
+
+def _check_reach(cluster: Cluster | None, name: str, image: Image, where: str) -> Iterator[Problem]:
+    assert cluster is not None
+    device = cluster.device(name)
+    if device.kind != "cpu":
+        yield Problem(where, f"has state at home in {image.space}, but runs on {name}, which is no CPU device")
+    try:
+        cluster.space(image.space, name)
+    except UsageError as error:
+        yield Problem(where, error.what, hint=error.hint)
+
+
+@dataclass(slots=True)
+class _ItemState:
+    """The state of an item on a rank: the step that brought it to the device, if it is there, and the action that
+    changed it since it was last copied out."""
+
+    image: Image
+    users: frozenset[str]
+    brought: int | None = None
+    changed: Action | None = None
+
+    @property
+    def example(self) -> str:
+        return f"@{min(self.image.variables)}"
+
+
+class _Moves:
+    """The checker of one rank in one run."""
+
+    def __init__(self, run: ConcreteRun, rank: int, items: Mapping[int, _ItemState]) -> None:
+        self._run, self._rank, self._items = run, rank, items
+        self._problem = FirstOfEach(run, rank)
+
+    def check(self, actions: list[Action]) -> Iterator[Problem]:
+        for step, a in enumerate(actions):
+            item = self._items.get(a.stage)
+            move = MOVED.get(a.kind) if a.item else None
+            if move is not None and item is None:
+                yield from self._problem("nothing", step, f"stage {a.stage} has nothing with a home")
+            elif move is not None and item is not None:
+                yield from move(self, step, a, item)
+            elif item is not None and a.kind in item.users:
+                yield from self._touch(step, a, item)
+        for stage, item in self._items.items():
+            if item.brought is not None:
+                yield self._run.missing(self._rank, f"never lets go of the state of stage {stage} that it brought")
+
+    def _touch(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
+        if item.brought is None:
+            what = (
+                f"takes {item.example}, which is at home in {item.image.space} (no {a.stage}{COPY_IN}{a.mb}:o before)"
+            )
+            yield from self._problem("away", step, what)
+        item.changed = a
+
+    def bring(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
+        if item.brought is not None:
+            yield from self._problem("here", step, f"brings what is on the device since step {item.brought}")
+        item.brought = step
+
+    def store(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
+        if item.brought is None:
+            yield from self._problem("away", step, f"copies {item.example}, which is not on the device")
+        elif item.changed is None:
+            yield from self._problem("same", step, f"copies {item.example}, which nothing changed since it is at home")
+        item.changed = None
+
+    def let_go(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
+        if item.brought is None:
+            yield from self._problem("away", step, f"lets go of {item.example}, which is not on the device")
+        elif item.changed is not None:
+            what = (
+                f"lets go of the only copy of {item.example}, which {item.changed} changed "
+                f"(no {a.stage}{COPY_OUT}{item.changed.mb}:o before)"
+            )
+            yield from self._problem("only", step, what)
+        item.brought = item.changed = None
+
+
+# The check of every action that names an item.
+MOVED: dict[str, Callable[[_Moves, int, Action, _ItemState], Iterator[Problem]]] = {
+    COPY_IN: _Moves.bring,
+    COPY_OUT: _Moves.store,
+    LET_GO: _Moves.let_go,
+}
+
+
+def _check_moves(module: Module, run: ConcreteRun) -> Iterator[Problem]:
+    images = {stage.index: stage_image(module, stage.index) for stage in module.stages}
+    users = {stage: users_of(module, stage, image) for stage, image in images.items() if image is not None}
+    for rank, actions in run.programs.items():
+        items = {
+            stage: _ItemState(image, users[stage])
+            for stage in sorted({a.stage for a in actions})
+            if (image := images.get(stage)) is not None
+        }
+        yield from _Moves(run, rank, items).check(actions)
+
+
+def check_spaces(module: Module) -> Iterator[Problem]:
+    """Check that what ranks have at home fits into each space, and into what a device may have of it."""
+    if module.cluster is None:
+        return
+    devices = module.rank_devices()
+    for (name, _), held in home_bytes(module).items():
+        space = module.cluster.space(name, devices[min(held)])
+        yield from _check_room(f"space {name}", space.bytes, held)
+        by_device: dict[str, dict[int, int]] = {}
+        for rank, nbytes in held.items():
+            by_device.setdefault(devices[rank], {})[rank] = nbytes
+        for device, of_ranks in by_device.items():
+            room = dict(module.cluster.device(device).spaces[1:]).get(name, 0)
+            yield from _check_room(f"space {name} of device {device}", room, of_ranks)
+
+
+def _check_room(where: str, room: int, held: Mapping[int, int]) -> Iterator[Problem]:
+    """Check that ranks have room for so many bytes; a room of 0 has no limit."""
+    if room and sum(held.values()) > room:
+        parts = ", ".join(f"rank {rank} {shown_bytes(nbytes)}" for rank, nbytes in held.items())
+        what = f"is home to {exact_bytes(sum(held.values()))} ({parts}), it has {exact_bytes(room)}"
+        yield Problem(where, what, hint="a larger space, or --offload none", memory=True)

@@ -1,0 +1,175 @@
+"""Give optimiser state a home in another memory space, and move it to the device for its update: the pass `offload`.
+
+In: a wired schedule. Out: variables with a home, and for the state `o` of each stage of a rank that runs several
+
+    CI:o  U  CO:o  L:o      copy in, update, copy out, let go
+
+At most one stage's state is on the device at once: that of a stage comes when that of the stage before it is let go of.
+L waits for CO and U for CI, so both stand in the middle of the computations between the two updates, those of one batch
+or of two. U of a stage that takes nothing from others comes right behind its last gradient, so that there are some.
+
+Memory of computations is not given back between batches. So on a rank with one stage its state would always come on
+top, and nothing would be gained: such ranks stay as they are, and where all are the pass refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE
+from penstock.ir.graph import STATE, Module, touched_vars
+from penstock.ir.memory.items import home_bytes, stage_image
+from penstock.ir.schedule import ADDERS, COMPUTE, RECEIVES, SENDS, Action, Program, Schedule
+from penstock.support.errors import UsageError
+from penstock.support.words import counted, shown_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """Options of `offload`. `space` is the home by its name: the first that a device reaches if not given."""
+
+    space: str = ""
+
+
+def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Module:
+    """Give optimiser state a home in another memory space, and move it to the device for its update."""
+    schedule = module.schedule
+    if schedule is None or module.cluster is None:
+        raise UsageError("the module has no schedule", where="offload", hint="run the schedule pass first")
+    stages = [stage for rank in schedule.ranks if len(pack := schedule.stages_of(rank)) > 1 for stage in pack]
+    stages = [stage for stage in stages if _movable_state(module, stage)]
+    if not stages:
+        raise UsageError(
+            "there is no rank that runs several stages with optimiser state: it would take no less memory",
+            where="offload",
+            hint="take --schedule interleaved --packs 2, and an optimiser that has state",
+        )
+    result = with_homes(module, stages, options.space)
+    return result.noted("offload", *_notes(result))
+
+
+def with_homes(module: Module, stages: Collection[int], space: str = "") -> Module:
+    """Return the module with the state of some stages at home in a space, and the actions that move it."""
+    assert module.schedule is not None
+    schedule, variables = module.schedule, dict(module.vars)
+    for stage in stages:
+        home = _home(module, stage, space)
+        variables |= {name: replace(variables[name], home=home) for name in _movable_state(module, stage)}
+    ranks = {rank: _with_moves(module, program, stages) for rank, program in schedule.ranks.items()}
+    return module.but(vars=variables, schedule=Schedule(schedule.name, schedule.microbatches, ranks))
+
+
+def _movable_state(module: Module, stage: int) -> list[str]:
+    """List the optimiser state of a stage that its update alone touches."""
+    kinds = ("read", "write", "accum", "take", "put")
+    others = {
+        name for kind in COMPUTE if kind != UPDATE for name in touched_vars(module.stage_graph(stage, kind), *kinds)
+    }
+    mine = touched_vars(module.stage_graph(stage, UPDATE), *kinds)
+    return [
+        name
+        for name, var in module.vars.items()
+        if var.role == STATE and var.stage == stage and name in mine and name not in others
+    ]
+
+
+def _home(module: Module, stage: int, space: str) -> str:
+    """Name the space where the state of a stage is at home."""
+    assert module.cluster is not None
+    names = set()
+    for name in module.devices_of(stage):
+        if module.cluster.device(name).kind != "cpu":
+            raise UsageError(
+                f"stage {stage} runs on {name}: state of CPU devices alone can be elsewhere", where="offload"
+            )
+        reached = module.cluster.spaces_of(name)
+        if not space and not reached:
+            raise UsageError(f"{name} reaches no memory space", where="offload", hint="add a [[space]] to the cluster")
+        names.add(module.cluster.space(space or reached[0].name, name).name)
+    if len(names) > 1:
+        raise UsageError(f"devices of stage {stage} reach different spaces", where="offload", hint="name one of them")
+    return names.pop()
+
+
+def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Program:
+    """Insert CI, CO and L around the updates of some stages."""
+    assert module.schedule is not None
+    packed = len({action.stage for action in program.batch}) > 1
+    batch = _updates_early(module, program.batch) if packed else program.batch
+    updates = [i for i, a in enumerate(batch) if a.kind == UPDATE and a.stage in stages]
+    if not updates:
+        return program
+    before: dict[int, list[Action]] = {}
+    for at, (first, last) in enumerate(zip([-1, *updates], updates, strict=False)):
+        update, earlier = batch[last], batch[updates[at - 1]]
+        # The last update of a list comes before the first of the next one.
+        number, place = (earlier.mb if at else earlier.mb - 1), _middle(batch, first, last)
+        if number >= 0:
+            before.setdefault(place, []).append(_moved(LET_GO, earlier, number))
+        else:  # that would be the list after the next, which no run comes to
+            before.setdefault(_middle(batch, updates[-1], len(batch)), []).append(_moved(LET_GO, earlier, earlier.mb))
+        before.setdefault(place, []).append(_moved(COPY_IN, update, update.mb))
+    listed: list[Action] = []
+    for i in range(len(batch) + 1):
+        listed += before.get(i, ())
+        listed += batch[i : i + 1]
+        if i in updates:
+            listed.append(_moved(COPY_OUT, batch[i], batch[i].mb))
+    return Program(program.start, tuple(listed))
+
+
+def _moved(kind: str, update: Action, number: int) -> Action:
+    return Action(kind, update.stage, number, item=STATE_ITEM)
+
+
+def _updates_early(module: Module, actions: Sequence[Action]) -> Sequence[Action]:
+    """Move each update that takes nothing from other stages right behind the last gradient of its stage."""
+    assert module.schedule is not None
+    per_batch = module.schedule.microbatches
+    last = {a.stage: i for i, a in enumerate(actions) if a.kind in ADDERS}
+    early = {
+        a.stage: a
+        for a in actions
+        if a.kind == UPDATE
+        and (graph := module.stage_graph(a.stage, UPDATE)) is not None
+        and not graph.ins
+        and a.stage in last
+        and actions[last[a.stage]].batch(per_batch) == a.mb
+    }
+    behind = {_behind_sends(actions, last[stage]): update for stage, update in early.items()}
+    listed: list[Action] = []
+    for i, action in enumerate(actions):
+        if action not in early.values():
+            listed.append(action)
+        if i in behind:
+            listed.append(behind[i])
+    return listed
+
+
+def _behind_sends(actions: Sequence[Action], at: int) -> int:
+    """Return the place of the last send that follows an action at once, so that nothing waits for the update."""
+    while at + 1 < len(actions) and actions[at + 1].kind in SENDS:
+        at += 1
+    return at
+
+
+def _middle(actions: Sequence[Action], first: int, last: int) -> int:
+    """Return the place before the middle one of the computations between two places, and before what it receives."""
+    between = [i for i in range(first + 1, last) if actions[i].kind in COMPUTE]
+    at = between[len(between) // 2] if between else last
+    while at - 1 > first and actions[at - 1].kind in RECEIVES:
+        at -= 1
+    return at
+
+
+def _notes(module: Module) -> Iterator[str]:
+    """Yield what is elsewhere of each rank, and what that moves."""
+    for (space, _), held in home_bytes(module).items():
+        for rank, nbytes in held.items():
+            images = [image for stage in module.rank_packs()[rank] if (image := stage_image(module, stage))]
+            yield (
+                f"rank {rank}: state of {counted(len(images), 'stage')}, {shown_bytes(nbytes)}, is at home in {space}, "
+                f"at most {shown_bytes(max(image.nbytes for image in images))} of it on the device; a batch copies all "
+                "of it in and out"
+            )

@@ -1,0 +1,121 @@
+"""Copies of items between memory spaces in a simulation: CI and CO begin one, and who needs its end waits.
+
+In: for each such action of a rank a `Copy`: its way, its bytes, and the computations that touch the item. A rank moves
+one item at a time in each direction. Ranks of a host share the way to a space, by direction. A computation that touches
+an item waits for its CI, and L for its CO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT
+from penstock.ir.graph import Module
+from penstock.ir.memory.items import is_let_go, stage_image, users_of
+from penstock.ir.schedule import COPIES, Action, Schedule
+
+from .machine import Copy, Route
+from .moving import RankPair, move
+from .result import Message
+from .sharing import Sharing
+
+# The first number of the key of a lane, whose rank and direction follow.
+_LANE = -2
+
+
+def copies_of(module: Module) -> Callable[[int, Action], Copy]:
+    """Return what each action that copies moves, over the ways of the module's cluster."""
+    cluster, devices = module.cluster, module.rank_devices()
+    images = {stage.index: stage_image(module, stage.index) for stage in module.stages}
+    users = {stage: users_of(module, stage, image) for stage, image in images.items() if image is not None}
+
+    def copied(rank: int, action: Action) -> Copy:
+        image = images.get(action.stage)
+        if image is None or cluster is None:
+            return Copy()
+        space, host = cluster.space(image.space, devices[rank]), cluster.device(devices[rank]).host
+        way = f"{space.name}>{host}" if action.kind == COPY_IN else f"{host}>{space.name}"
+        return Copy(Route(((way, space.bandwidth),), space.latency), float(image.nbytes), users[action.stage])
+
+    return copied
+
+
+class _Begun(NamedTuple):
+    """A copy that has begun: its end, infinite while that is unknown, and what to tell of it."""
+
+    ends: float
+    message: Message | None
+
+
+class Copies:
+    """The copies of all ranks. `wake` gives a rank another turn at a time."""
+
+    def __init__(
+        self, schedule: Schedule, copied: Callable[[int, Action], Copy], wake: Callable[[float, int], None]
+    ) -> None:
+        self._copied, self._wake = copied, wake
+        self._users: dict[tuple[int, int], frozenset[str]] = {}
+        self._lanes: dict[tuple[int, ...], Route] = {}
+        for rank, program in schedule.ranks.items():
+            for action in (*program.start, *program.batch):
+                if action.kind in COPIES:
+                    copy = copied(rank, action)
+                    self._lanes[_lane(rank, action)] = copy.route
+                    self._users[rank, action.stage] = copy.users
+        self._begun: dict[tuple[int, int, str], _Begun] = {}
+        self._awaited: set[tuple[int, int, str]] = set()
+
+    def lanes(self) -> Iterator[tuple[tuple[int, ...], Route]]:
+        """Yield the way of every rank in each direction, with its key."""
+        yield from self._lanes.items()
+
+    def begin(
+        self,
+        place: tuple[int, int],
+        action: Action,
+        now: float,
+        sharing: Sharing,
+        pairs: dict[tuple[int, ...], RankPair],
+    ) -> None:
+        """Begin the copy of an action at a place: rank and position."""
+        rank, position = place
+        key = (rank, action.stage, action.kind)
+        self._begun[key] = _Begun(math.inf, None)
+
+        def arrive(begun: float, end: float) -> None:
+            self._begun[key] = _Begun(end, Message(rank, position, now, now, now, begun, end))
+            if key in self._awaited:
+                self._awaited.remove(key)
+                self._wake(end, rank)
+
+        move(sharing, pairs[_lane(rank, action)], self._copied(rank, action).nbytes, now, arrive)
+
+    def waits(
+        self, place: tuple[int, int], action: Action, now: float, messages: dict[tuple[int, int], Message]
+    ) -> bool:
+        """Return whether an action at a place, rank and position, has to wait for a copy. One that it has waited for is
+        entered in `messages`."""
+        rank = place[0]
+        if is_let_go(action):
+            key = (rank, action.stage, COPY_OUT)
+        elif action.kind in self._users.get((rank, action.stage), ()):
+            key = (rank, action.stage, COPY_IN)
+        else:
+            return False
+        begun = self._begun.get(key)
+        if begun is None or begun.ends < now:
+            return False
+        if begun.message is None:
+            self._awaited.add(key)
+            return True
+        if begun.ends > now:
+            self._wake(begun.ends, rank)
+            return True
+        messages[place] = begun.message
+        return False
+
+
+def _lane(rank: int, action: Action) -> tuple[int, ...]:
+    return _LANE, rank, COPIES.index(action.kind)

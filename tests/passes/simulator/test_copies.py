@@ -1,0 +1,76 @@
+"""Copies between memory spaces in a simulation, against times that were worked out by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from penstock.ir.schedule import COPIES
+from penstock.passes.simulator.machine import Copy, Route, SimulatedMachine
+from penstock.passes.simulator.simulate import simulate
+
+from .hand_written import lasting, nothing, when, written
+
+SECONDS = lasting(F=1.0, U=1.0)
+PROGRAM = "0CI1:o 0F1 0U1 0CO1:o 0L1:o"
+
+
+def over(shares, nbytes=3.0, users=frozenset({"U"}), latency=0.0):
+    return SimulatedMachine(copied=lambda rank, action: Copy(Route(shares(rank, action), latency), nbytes, users))
+
+
+def own(rank, action):
+    return ((f"{rank}{action.kind}", 1.0),)
+
+
+def test_a_copy_goes_on_while_others_compute_and_its_user_waits() -> None:
+    found = simulate(written(1, r0=PROGRAM), 1, SECONDS, nothing, over(own, latency=0.5))
+    assert when(found, 0) == {
+        "0CI0:o": (0, 0),
+        "0F0": (0, 1),
+        "0U0": (3.5, 4.5),
+        "0CO0:o": (4.5, 4.5),
+        "0L0:o": (8.0, 8.0),
+    }
+    assert found.critical_path["copying on rank 0"] == pytest.approx(7)
+    # The control: nobody touches what is copied in.
+    assert when(simulate(written(1, r0=PROGRAM), 1, SECONDS, nothing, over(own, users=frozenset())), 0)["0U0"] == (1, 2)
+
+
+def test_what_has_come_is_not_waited_for() -> None:
+    found = simulate(written(1, r0=PROGRAM), 1, SECONDS, nothing, over(own, nbytes=0.5))
+    assert when(found, 0)["0U0"] == (1, 2)
+    assert when(found, 0)["0L0:o"] == (2.5, 2.5)
+
+
+def test_ranks_share_the_way_to_a_space_and_directions_do_not() -> None:
+    schedule = written(1, r0=PROGRAM, r1=" ".join("1" + action[1:] for action in PROGRAM.split()))
+    alone, shared = (
+        simulate(schedule, 1, SECONDS, nothing, over(shares))
+        for shares in (own, lambda rank, action: ((action.kind, 1.0),))
+    )
+    assert [when(found, 1)["1U0"] for found in (alone, shared)] == [(3, 4), (6, 7)]
+    assert [when(found, 1)["1L0:o"][0] for found in (alone, shared)] == [7, 13]
+
+
+def test_a_lane_copies_one_item_after_the_other() -> None:
+    both = "0CI1:o 1CI1:o 0F1 1F1 0U1 1U1 0CO1:o 1CO1:o 0L1:o 1L1:o"
+    found = when(simulate(written(1, r0=both), 1, SECONDS, nothing, over(lambda rank, a: ((a.kind, 1.0),))), 0)
+    assert (found["0U0"], found["1U0"]) == ((3, 4), (6, 7))
+    assert (found["0L0:o"][0], found["1L0:o"][0]) == (10, 13)
+
+
+def test_the_machine_of_a_module_copies_what_the_image_has() -> None:
+    from tests.passes.memory.test_offload import moved
+
+    from penstock.ir.memory.items import stage_image
+    from penstock.passes.simulator.copies import copies_of
+
+    module = moved("interleaved")
+    copied = partial(copies_of(module), 0)
+    assert module.schedule is not None
+    for action in (a for a in module.schedule.ranks[0].batch if a.kind in COPIES):
+        image, way = stage_image(module, action.stage), {"CI": "disk>localhost", "CO": "localhost>disk"}[action.kind]
+        assert image is not None
+        assert copied(action) == Copy(Route(((way, 1e9),), 1e-4), image.nbytes, frozenset({"U"}))

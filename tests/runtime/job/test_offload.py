@@ -1,0 +1,195 @@
+"""Optimiser state that is elsewhere between updates, in real worker processes: the same numbers, checkpoints both ways,
+what a trace says, and training that would not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.runtime.job.test_packs import M, compiled, same, trained
+from tests.runtime.job.test_replicas import batches_of
+
+import penstock as ps
+from penstock.backends.bundle.format import open_bundle
+from penstock.inspection.memory import memory_curves
+from penstock.inspection.views.text import show_memory
+from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.memory.account import first_difference
+from penstock.ir.memory.predict import measure_memory
+from penstock.ir.verify.verifier import verify
+from penstock.models import write_mlp
+from penstock.passes.memory.offload import with_homes
+from penstock.runtime.job.job import Job
+from penstock.runtime.telemetry.memory_trace import measured_account, planned_beside, read_trace
+from penstock.runtime.telemetry.trace import write_trace
+from penstock.support.errors import PenstockError, UsageError
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory):
+    return write_mlp(tmp_path_factory.mktemp("offload") / "mlp.onnx", [8, 8, 8, 8, 8, 8], batch=4)
+
+
+@pytest.fixture(scope="module")
+def packs(mlp, tmp_path_factory):
+    """A bundle of packs as it is, and one whose state is elsewhere."""
+    place = tmp_path_factory.mktemp("packs")
+    whole = compiled(mlp, place / "whole", "interleaved", 2, 2, "tvm")
+    return whole, compiled(mlp, place / "away", "interleaved", 2, 2, "tvm", offload="state", spill=str(place))
+
+
+def away_everywhere(path, out, schedule):
+    """A bundle of one stage per rank whose state is elsewhere, which the pass would not do: nothing is gained."""
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
+    cluster = replace(Cluster.local(2), spaces=(Space("disk"),))
+    plan = ps.plan(ps.from_onnx(path), cluster, training, schedule=schedule, split_at=["fc3.product"])
+    module = with_homes(plan.module, [0, 1])
+    verify(module)
+    return [
+        ps.compile(one, out / name, backend="numpy") for name, one in (("a", plan), ("b", replace(plan, module=module)))
+    ]
+
+
+def test_packs_train_bit_for_bit_the_same(mlp, packs, tmp_path):
+    """By compiled code, which is called with memory of another place each time, and in a V."""
+    whole, away = packs
+    assert {"CI", "CO"} <= {action.kind for action in open_bundle(away).module.schedule.actions()}
+    expected = trained(whole)
+    same(trained(away), expected)
+    folded = [compiled(mlp, tmp_path / kind, "zb-v", 2, 2, offload=kind) for kind in ("none", "state")]
+    same(*map(trained, folded))
+    # The control: an optimiser that forgets its state after every batch.
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.01), microbatches=M, clip=0.5)
+    names = [f"fc{i}.product" for i in range(2, 5)]
+    plan = ps.plan(ps.from_onnx(mlp), Cluster.local(2), training, schedule="interleaved", packs=2, split_at=names)
+    assert trained(ps.compile(plan, tmp_path / "sgd", backend="numpy"))[0] != expected[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_stage_per_rank_trains_the_same_and_holds_what_was_planned(mlp, tmp_path, schedule):
+    """Block by block after every action, with updates of one batch in the list of the next."""
+    whole, away = away_everywhere(mlp, tmp_path, schedule)
+    same(trained(away), trained(whole))
+    with Job(open_bundle(away), timeout=60, trace=True) as job:
+        list(job.run(batches_of(job.bundle, 3)))
+        write_trace(tmp_path / "trace.json", job.traces, module=job.module, held=job.held, copies=job.copies)
+        module, copies = job.module, job.copies
+    for rank, trace in enumerate(read_trace(tmp_path / "trace.json")):
+        planned, measured = planned_beside(module, rank, trace), measured_account(module, rank, trace)
+        assert first_difference(planned, measured) is None
+        assert any(action.kind == "CI" for action in planned.actions)
+        moved = sum(copy.nbytes for copy in copies[rank])
+        curve = memory_curves(module)[rank]
+        assert curve.home is not None
+        assert moved == 3 * curve.home.moved_per_batch == 6 * curve.home.bytes
+        # The control: an account that does not know that state was let go of.
+        assert first_difference(replace(planned, lives=planned.lives[1:]), measured) is not None
+    rows = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e.get("cat") == "copy"]
+    assert {e["name"][1:3] for e in rows} == {"CI", "CO"}
+
+
+def test_checkpoints_are_those_of_training_without(packs, tmp_path):
+    whole, away = packs
+    batches = batches_of(open_bundle(whole), 4)
+    with ps.open(whole, timeout=60) as job:
+        expected = [step.losses for step in job.steps(batches)]
+    for first, then, background in ((away, whole, True), (whole, away, False), (away, away, False)):
+        place = tmp_path / f"{first.name}-{then.name}"
+        with ps.open(first, timeout=60) as job:
+            losses = [step.losses for step in job.steps(batches[:2])]
+            job.save(place, background=background)
+            # What is trained meanwhile is in no checkpoint of before.
+            losses += [step.losses for step in job.steps(batches[2:])]
+        assert losses == expected
+        with ps.open(then, timeout=60, resume=place) as job:
+            assert expected[:2] + [step.losses for step in job.steps(batches[2:])] == expected
+
+
+def test_what_a_rank_has_elsewhere_is_shown(packs):
+    whole, away = (open_bundle(path).module for path in packs)
+    text = show_memory(memory_curves(away))
+    for rank, curve in enumerate(memory_curves(away)):
+        assert curve.home is not None
+        assert curve.home.on_device < curve.home.bytes
+        assert f"rank {rank}: {curve.home.bytes / 1024:.1f} KiB at home in disk" in text
+        assert curve.memory.peak < memory_curves(whole)[rank].memory.peak
+    assert "at home" not in show_memory(memory_curves(whole))
+
+
+def test_options_that_do_not_fit_are_refused(mlp, packs, tmp_path):
+    with pytest.raises(UsageError, match="no rank that runs several stages"):
+        compiled(mlp, tmp_path / "a", "1f1b", 2, offload="state")
+    with pytest.raises(UsageError, match="--spill says where"):
+        compiled(mlp, tmp_path / "b", "interleaved", 2, 2, spill="disk")
+    with pytest.raises(UsageError, match="reaches no memory space 'tape'"):
+        compiled(mlp, tmp_path / "c", "interleaved", 2, 2, offload="state", spill="tape")
+    with pytest.raises(UsageError, match="optimiser state of a training"):
+        ps.plan(ps.from_onnx(mlp), Cluster.local(1), offload="state")
+    gone = compiled(mlp, tmp_path / "d", "interleaved", 2, 2, offload="state", spill=str(tmp_path / "gone"))
+    with pytest.raises(PenstockError, match="cannot make room in memory space disk"):
+        trained(gone)
+    assert np.isfinite(trained(packs[1])[0]).all()
+
+
+# ------------------------------------------------------------------------------------------------ a real limit
+
+WIDTH = 1448
+# What a worker takes beyond what is planned: stacks of threads, blocks of the allocator.
+HEADROOM = 48 << 20
+# In a process of its own: a limit of the system on private memory, which workers inherit. It prints the losses, and the
+# private memory of the worker at the start.
+LIMITED = """
+import re, resource, sys
+import penstock as ps
+from tests.runtime.job.test_replicas import batches_of
+
+if int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]),) * 2)
+if __name__ == "__main__":
+    with ps.open(sys.argv[1], timeout=60) as job:
+        (worker,) = job.workers.process_ids()
+        data = int(re.search(r"VmData:\\s+(\\d+)", open(f"/proc/{worker}/status").read())[1]) * 1024
+        print(data, *[loss for step in job.steps(batches_of(job.bundle, 20)) for loss in step.losses])
+"""
+
+
+def deep(out, width, offload):
+    """A bundle of one rank that runs four stages: 4 bytes of state for each of weights and gradients."""
+    path = write_mlp(out / f"{width}.onnx", [width] * 9, batch=2)
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.001), microbatches=M)
+    names = ["fc3.product", "fc5.product", "fc7.product"]
+    options = {"schedule": "interleaved", "packs": 4, "split_at": names, "offload": offload, "spill": ""}
+    plan = ps.plan(ps.from_onnx(path), Cluster.local(1), training, **options)
+    return ps.compile(plan, out / f"{width}-{offload}"), measure_memory(plan.module)[0]
+
+
+def limited(bundle, limit):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, bundle, str(limit)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_under_a_limit_of_the_system_trains(tmp_path):
+    """20 steps of a model whose weights, gradients and state are more than the limit leaves for them."""
+    base = int(limited(deep(tmp_path, 16, "none")[0], 0).stdout.split()[0])
+    whole, needed = deep(tmp_path, WIDTH, "none")
+    away, row = deep(tmp_path, WIDTH, "state")
+    limit = base + row.peak + HEADROOM
+    assert base + needed.fixed > limit
+    expected = limited(whole, 0).stdout.split()[1:]
+    assert len(expected) == 20 * M
+    assert limited(away, limit).stdout.split()[1:] == expected
+    failed = limited(whole, limit)
+    assert failed.returncode != 0
+    assert "gave no more memory" in failed.stderr

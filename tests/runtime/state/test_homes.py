@@ -1,0 +1,175 @@
+"""Homes of items in files, and what comes and goes on the device."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+
+import pytest
+import torch
+
+from penstock.ir.cluster.cluster import Space
+from penstock.ir.graph import STATE, Slot, Var
+from penstock.ir.memory.items import ALIGNMENT, Image, image_of
+from penstock.ir.types import TensorType
+from penstock.runtime.state.homes import FileHome, HomedItem, Lanes, open_home
+from penstock.runtime.state.store import Store
+from penstock.support.errors import PenstockError, VerifyError
+
+SIZES = {"a": ("f32", (3, 5)), "b": ("bf16", (700_001,)), "c": ("f32", ()), "d": ("i64", (0,))}
+VARS = {n: Var(n, TensorType(t, dims), STATE, 0, home="disk") for n, (t, dims) in SIZES.items()}
+
+
+def image() -> Image:
+    laid_out = image_of(VARS)
+    assert laid_out is not None
+    return laid_out
+
+
+def item(path, lanes: Lanes | None = None) -> HomedItem:
+    laid_out = image()
+    return HomedItem(laid_out, open_home(Space("disk", path=str(path)), laid_out.nbytes), lanes or Lanes())
+
+
+def drawn() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(dims, generator=generator).to(getattr(torch, {"f32": "float32", "bf16": "bfloat16"}[t]))
+        for name, (t, dims) in SIZES.items()
+        if t != "i64"
+    }
+
+
+def test_an_image_has_each_variable_at_an_aligned_place() -> None:
+    laid_out = image()
+    assert laid_out.places == {"a": 0, "b": ALIGNMENT, "c": ALIGNMENT + 1_400_064, "d": 2 * ALIGNMENT + 1_400_064}
+    assert laid_out.nbytes == 2 * ALIGNMENT + 1_400_064
+    assert image_of({"w": Var("w", TensorType("f32", (2,)), STATE, 0)}) is None
+
+
+def test_what_goes_home_comes_back_bit_for_bit(tmp_path) -> None:
+    lanes = Lanes()
+    homed, expected = item(tmp_path, lanes), drawn()
+    with homed.filling():
+        for name, tensor in expected.items():
+            homed.tensor(name).copy_(tensor)
+            assert homed.tensor(name).data_ptr() % ALIGNMENT == 0
+    assert not list(tmp_path.iterdir())  # a file without a name, which nobody has to clear away
+    lanes.done = []
+    for _ in range(2):
+        homed.bring("0CI0:o")
+        homed.wait()
+        assert all(torch.equal(homed.tensor(name), tensor) for name, tensor in expected.items())
+        for name, tensor in expected.items():
+            expected[name] = tensor * 2
+            homed.tensor(name).mul_(2)
+        homed.store("0CO0:o")
+        homed.let_go()
+        assert all(torch.equal(homed.newest(name), tensor) for name, tensor in expected.items())
+    assert [(copy.text, copy.nbytes) for copy in lanes.done] == 2 * [(t, image().nbytes) for t in ("0CI0:o", "0CO0:o")]
+    assert all(copy.begun <= copy.ended for copy in lanes.done)
+
+
+def test_a_copy_apart_is_what_was_at_home_then(tmp_path) -> None:
+    homed = item(tmp_path)
+    with homed.filling():
+        homed.tensor("a").fill_(1)
+    apart, seen = homed.apart(), homed.newest("a")
+    homed.bring()
+    homed.wait()
+    homed.tensor("a").fill_(2)
+    homed.store()
+    homed.let_go()
+    assert apart["a"].unique().tolist() == [1]
+    assert seen.unique().tolist() == [2]  # the control: the home itself has changed
+
+
+def mapped_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+def test_memory_is_given_back(tmp_path) -> None:
+    space, var = Space("disk", path=str(tmp_path)), Var("m", TensorType("f32", (16 << 20,)), STATE, 0, home="disk")
+    laid_out = image_of({"m": var})
+    assert laid_out is not None
+    homed = HomedItem(laid_out, open_home(space, laid_out.nbytes), Lanes())
+    with homed.filling():
+        pass
+    before = mapped_bytes()
+    homed.bring()
+    homed.wait()
+    assert mapped_bytes() - before >= laid_out.nbytes
+    homed.store()
+    homed.let_go()
+    assert mapped_bytes() - before < laid_out.nbytes // 2
+
+
+def test_what_is_away_is_not_read_by_mistake(tmp_path) -> None:
+    store = Store(VARS, (), homed=lambda laid_out: item(tmp_path))
+    with pytest.raises(VerifyError, match=r"@a: is asked for on the device, and is at home in disk"):
+        store.buffers("s0.U", [Slot("a", "latest")], None, 0)
+    store.bring("0CI0:o")
+    store.await_item()
+    (held,) = store.buffers("s0.U", [Slot("a", "latest")], None, 0)
+    assert held.shape == (3, 5)
+    with pytest.raises(VerifyError, match="is on the device already"):
+        store.bring("0CI1:o")
+    store.store("0CO0:o")
+    store.let_item_go()
+    with pytest.raises(VerifyError, match="not on the device"):
+        store.store("0CO0:o")
+    with pytest.raises(VerifyError, match="nothing has a home"):
+        Store({}, ()).bring("0CI0:o")
+
+
+class SlowHome:
+    """A home that reads when it may."""
+
+    def __init__(self, failure: str = "") -> None:
+        self.may, self.failure = threading.Event(), failure
+
+    def read(self, memory: memoryview) -> None:
+        assert self.may.wait(20)
+        if self.failure:
+            raise PenstockError(self.failure)
+        memory[:1] = b"\x07"
+
+    def write(self, memory: memoryview) -> None: ...
+
+    def mapped(self) -> mmap.mmap:
+        raise NotImplementedError
+
+    def copied(self) -> SlowHome:
+        raise NotImplementedError
+
+
+def test_the_program_goes_on_until_it_needs_the_item() -> None:
+    home = SlowHome()
+    homed = HomedItem(image(), home, Lanes())
+    homed.bring()
+    assert homed.is_here
+    threading.Timer(0.05, home.may.set).start()
+    homed.wait()
+    assert homed.tensor("a").view(torch.uint8)[0, 0] == 7
+
+
+def test_an_error_of_a_thread_is_raised_where_it_is_waited_for() -> None:
+    home = SlowHome("the disk is gone")
+    home.may.set()
+    homed = HomedItem(image(), home, Lanes())
+    homed.bring()
+    with pytest.raises(PenstockError, match="the disk is gone"):
+        homed.wait()
+
+
+def test_a_folder_that_has_no_room_says_so_at_once(tmp_path) -> None:
+    with pytest.raises(PenstockError, match=r"missing: cannot make room in memory space disk, 4.0 KiB: No such file"):
+        FileHome(Space("disk", path=str(tmp_path / "missing")), 4096)
+    with pytest.raises(PenstockError, match="cannot make room in memory space disk"):
+        FileHome(Space("disk", path=str(tmp_path)), 1 << 59)
+    small = FileHome(Space("disk", path=str(tmp_path)), 4096)
+    os.ftruncate(small._file, 100)
+    with pytest.raises(PenstockError, match=r"cannot read from memory space disk.*the file ends at 100 bytes"):
+        small.read(memoryview(bytearray(4096)))
