@@ -32,7 +32,7 @@ def move_integers(n: OnnxNode, rule: Rule) -> Result | None:
     if n.kind not in (*_CHOOSING, *_LAYOUTS) or n.wanted != 1:
         return None
     source = n.dequantised(0)
-    if source is None or not _is_plain(n, source):
+    if source is None or not _is_plain(n, source) or n.type().dtype != "f32":
         return None
     with n.reading(0, source.integers):
         moved = rule(n)
@@ -46,7 +46,7 @@ def move_integers(n: OnnxNode, rule: Rule) -> Result | None:
 def integers_again(n: OnnxNode) -> Result | None:
     """Return the integers that a QuantizeLinear gives back, because its operand was dequantised from them alike."""
     source = n.dequantised(0)
-    if source is None or not _is_plain(n, source) or not isinstance(source.integers, Value):
+    if source is None or not _is_plain(n, source) or not isinstance(source.integers, Value) or n.type().dtype != "f32":
         return None
     wanted = type_attr(n, "output_dtype")
     dtype = n.type(2).dtype if n.has(2) else wanted or "u8"
@@ -61,7 +61,8 @@ def integers_again(n: OnnxNode) -> Result | None:
 def floats_again(n: OnnxNode) -> Result | None:
     """Return the floats that a DequantizeLinear gives, if its operand is known as those already."""
     known = n.floats_of(0)
-    if known is None or n.int_attr("block_size") or type_attr(n, "output_dtype") not in (None, known[0].type.dtype):
+    wanted = type_attr(n, "output_dtype") or "f32"
+    if known is None or n.int_attr("block_size") or known[0].type.dtype != wanted:
         return None
     floats, source = known
     zero = n.operand(2) if n.has(2) else None

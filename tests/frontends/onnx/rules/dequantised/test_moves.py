@@ -105,6 +105,19 @@ def test_scales_that_lose_numbers_are_kept_as_they_are(tmp_path: Path, scale: np
     assert _count(import_onnx(path), "round") == 1
 
 
+def test_floats_of_16_bits_lose_numbers_and_are_kept(tmp_path: Path) -> None:
+    text = (
+        "(uint16[300] x) => (uint16[300] y, float[300] f) { h = DequantizeLinear<output_dtype = 10>(x, s, z) "
+        "y = QuantizeLinear<precision = 1>(h, s, z) f = DequantizeLinear(x, s, z) }"
+    )
+    arrays = {"s": np.asarray(np.float32(0.3)), "z": np.asarray(np.uint16(0))}
+    imported = import_onnx(write_model(tmp_path / "mini.onnx", text, 23, arrays))
+    x = np.arange(9000, 9300).astype(np.uint16)
+    again, floats = run(imported, {"x": x})
+    assert not np.array_equal(again, x)
+    np.testing.assert_array_equal(floats, x.astype(np.float32) * np.float32(0.3))
+
+
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16])
 def test_every_number_comes_back_from_its_float(kind: type) -> None:
     numbers = np.arange(np.iinfo(kind).min, np.iinfo(kind).max + 1).astype(np.float32)
