@@ -168,7 +168,8 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
         "recompute": options.recompute,
         "wire": options.wire,
     }
-    partition = {**partition, **same, **_meshed(options), **_packed(options)}
+    # Stages with unlike numbers of replicas have no mesh in common.
+    partition = {**_meshed(options), **partition, **same, **_packed(options)}
     return [
         _shard(options),
         PipelineEntry(

@@ -6,6 +6,7 @@ the schedule of the plan:
 
     each schedule                      the best plan of it
     recomputation none, all            the best plan with it, where the plan is not such a one
+    level 1 of zero                    the best plan whose replicas share optimiser state out, where memory has limits
     without DEVICE                     one for each device that the plan uses, of interchangeable devices just one
     links of X bytes/s twice as fast   one for each speed of links, latency unchanged
     memory without limit               the price of the memory limits
@@ -135,11 +136,15 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
             changes.append(
                 _change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule))
             )
+    limited = any(device.memory is not None for device in fleet.devices)
+    if limited and not wanted.zero and len(fleet) > 1:
+        shared = Planner(chain, fleet, replace(wanted, zero=1)).best(schedule)
+        changes.append(_change("level 1 of zero (--zero 1)", shared))
     for name, part in _without(result):
         changes.append(_change(f"without {name}", Planner(chain, part, wanted).best(schedule) if len(part) else None))
     for name, part in _faster(fleet):
         changes.append(_change(name, Planner(chain, part, wanted).best(schedule)))
-    if any(device.memory is not None for device in fleet.devices):
+    if limited:
         free = fleet.but([replace(device, spaces=()) for device in fleet.devices])
         changes.append(_change("memory without limit", Planner(chain, free, wanted).best(schedule)))
     for name, other in (others or {}).items():
@@ -198,6 +203,7 @@ def nearest(planner: Planner) -> DoesNotFit:
         "keep one version of the weights (1f1b)" if delayed else "take the schedule 1f1b": replace(
             wanted, schedules=("1f1b",)
         ),
+        "share optimiser state out among replicas (--zero 1)": replace(wanted, zero=1 if len(fleet) > 1 else 0),
         "do all of this: --recompute auto, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
     }
     current = replace(wanted, sizes=wanted.microbatch_sizes())

@@ -35,7 +35,8 @@ within some percent for gpipe and zb-1f1b (docs/planner.md).
 
 Bytes of a replica: parameters * versions + gradients + optimiser state + activations + workspace + transport buffers +
 batches that wait (on CPUs) + base. On a GPU CUDA's own memory and workspaces of libraries come on top, and in place of
-batches two buffers for inputs and for each direction of a boundary. There are 2 versions when delayed. Gradients count
+batches two buffers for inputs and for each direction of a boundary. There are 2 versions when delayed. With level 1 of
+zero a replica has its part of the optimiser state; bytes between replicas and seconds stay the same. Gradients count
 twice when delayed and replicated: those of a batch wait for other replicas while the next one adds up. Activations are
 saved * in flight. With recomputation they are inputs * in flight + saved of one. With recomputation in parts they are
 (inputs + values over the cuts between parts) * in flight + saved of the largest part. The cuts are those that take
@@ -186,7 +187,9 @@ def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def fixed_bytes(table: Table, first: int, last: int, kind: ScheduleKind, replicas: int, data: int, base: int) -> Bytes:
+def fixed_bytes(
+    table: Table, first: int, last: int, kind: ScheduleKind, replicas: int, data: int, base: int, zero: int = 0
+) -> Bytes:
     """Return the bytes of a replica that do not depend on the microbatches in flight."""
 
     def part(sums: Ints) -> int:
@@ -197,7 +200,7 @@ def fixed_bytes(table: Table, first: int, last: int, kind: ScheduleKind, replica
     return Bytes(
         weights=part(table.params) * kind.versions,
         gradients=part(table.grads) * kind.gradient_copies(replicas),
-        state=part(table.state),
+        state=-(-part(table.state) // (replicas if zero else 1)),
         activations=0,
         workspace=int(table.workspace[first, last]),
         buffers=int(POSTED * received + sent),
@@ -228,7 +231,7 @@ def memory_of(table: Table, device: Device, plan: PipelinePlan, stage: int, repl
     replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
     held = kind.in_flight(part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
     data = table.data(part.first, part.last, device, plan.size * plan.count)
-    fixed = fixed_bytes(table, part.first, part.last, kind, replicas, data, base_of(device, base))
+    fixed = fixed_bytes(table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero)
     return replace(fixed, activations=activation_bytes(table, part, held))
 
 

@@ -17,7 +17,8 @@ class PlanRequest:
     `sizes` are those of microbatches (empty: every divisor, at most `most_microbatches` of them). `recompute` is none,
     all, parts (a stage computes as much again as its memory asks for), or auto: whole stages or none of them, and parts
     where nothing fits so. The runtime takes `base` bytes on every device. A stage has at most `replicas`; 0 does not
-    limit them. A search ends when no plan can be better by more than the part `tolerance`.
+    limit them. With `zero` 1 the replicas of a stage share its optimiser state out. A search ends when no plan can be
+    better by more than the part `tolerance`.
     """
 
     batch: int
@@ -28,6 +29,7 @@ class PlanRequest:
     replicas: int = 0
     most_microbatches: int = 512
     tolerance: float = 1e-4
+    zero: int = 0
 
     def __post_init__(self) -> None:
         problems = [
@@ -37,6 +39,11 @@ class PlanRequest:
         ]
         if self.recompute not in ("auto", "none", "all", "parts"):
             problems.append(f"recompute is auto, none, all or parts, got {self.recompute!r}")
+        if self.zero not in (0, 1):
+            problems.append(
+                f"level {self.zero} of zero exchanges in every microbatch, and has no price here: take level 1, or "
+                "leave --batch out"
+            )
         if self.batch < 1:
             problems.append(f"a batch has at least one sample, got {self.batch}")
         problems += [
@@ -73,12 +80,13 @@ class StagePlan:
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """A plan: `size` samples per microbatch, `count` microbatches per batch. Under schedules for packs (packed.py) each
-    device has several stages."""
+    device has several stages. With `zero` 1 replicas share optimiser state out."""
 
     schedule: str
     size: int
     count: int
     stages: tuple[StagePlan, ...]
+    zero: int = 0
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -240,7 +240,8 @@ class LayoutSearch:
             edge, options, _, _ = self.work[number]
             stages.append(self._stage(edge, options[which], first, last))
             node, first = edge.source, last
-        return PipelinePlan(self.schedule, self.table.b, self.count, tuple(stages))
+        level = self.stages.wanted.zero if any(len(stage.devices) > 1 for stage in stages) else 0
+        return PipelinePlan(self.schedule, self.table.b, self.count, tuple(stages), level)
 
     def _stage(self, edge: LayoutEdge, option: Option, first: int, last: int) -> StagePlan:
         stages, devices = self.stages, edge.devices

@@ -71,7 +71,7 @@ class Stages:
         self.grads = _ranges(table.grads)
         self.in_parts = wanted.recompute == "parts"
         self._seconds: dict[tuple[int, bool], tuple[Floats, Floats, Floats]] = {}
-        self._room: dict[tuple[int, bool, int], Ints] = {}
+        self._room: dict[tuple[int, bool, int, int], Ints] = {}
         self._equals: dict[tuple[object, ...], Option] = {}
         self._found: dict[tuple[object, ...], list[Option]] = {}
         self._fitting: dict[tuple[object, ...], Bools] = {}
@@ -238,17 +238,18 @@ class Stages:
     def _most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
         """Return the most microbatches in flight that fit, for every range of layers; below 0 where not even the fixed
         bytes fit."""
-        copies = self.row.gradient_copies(replicas)
-        if (kind, recompute, copies) not in self._room:
+        copies, holders = self.row.gradient_copies(replicas), replicas if self.wanted.zero else 1
+        key = kind, recompute, copies, holders
+        if key not in self._room:
             table, memory = self.table, self.fleet.devices[kind].memory
             if memory is None:
-                self._room[kind, recompute, copies] = np.full_like(table.workspace, _PLENTY)
+                self._room[key] = np.full_like(table.workspace, _PLENTY)
             else:
                 saved = _ranges(table.saved)
                 fixed = (
                     _ranges(table.params) * self.row.versions
                     + _ranges(table.grads) * copies
-                    + _ranges(table.state)
+                    - (-_ranges(table.state) // holders)
                     + table.workspace
                 )
                 if self.fleet.devices[kind].kind != "cuda":
@@ -270,8 +271,8 @@ class Stages:
                     rooms = [_room(left - part.most, entry + part.kept) for part in table.parts()]
                 else:
                     rooms = [_room(left - saved, entry)]
-                self._room[kind, recompute, copies] = np.maximum.reduce(rooms)
-        return self._room[kind, recompute, copies]
+                self._room[key] = np.maximum.reduce(rooms)
+        return self._room[key]
 
 
 def _room(left: Ints, each: Ints) -> Ints:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import penstock as ps
 from penstock.commands.parser import main
+from penstock.ir.cluster.cluster import Device
 from penstock.models import write_cnn, write_mlp
+from penstock.planning.explain import argument
 
 WORDS = "--dim batch=4 --microbatches 2 --loss mse --optimizer sgd --lr 0.1"
 TP, HIDDEN = 2, 512
@@ -122,3 +125,55 @@ def test_control_of_mistakes_what_is_right_is_compiled(mlp, tmp_path):
     )
     words = ["compile", mlp, "-o", str(tmp_path / "bundle"), *WORDS.split(), *flags.split()]
     assert main(words) == 0
+
+
+def _two(memory: int) -> ps.Cluster:
+    return ps.Cluster(tuple(Device(f"cpu:{i}", spaces=(("ram", memory),)) for i in range(2)))
+
+
+def test_the_planner_shares_optimiser_state_out(tmp_path):
+    """In memory for less than whole replicas, replicas train with level 1. The control: without it a slower pipeline does."""
+    model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [128] * 9, batch=64))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3), microbatches=2)
+
+    def peak(plan: ps.Plan) -> int:
+        return max(row["peak"] for row in plan.as_dict()["memory"].values())
+
+    whole, shared = (
+        peak(ps.plan(model, _two(1 << 40), training, replicas=2, stages=1, zero=level)) for level in (0, 1)
+    )
+    assert shared < 0.95 * whole
+    tight = _two((whole + shared) // 2)
+
+    def searched(level: int) -> ps.Plan:
+        return ps.plan_best(lambda size: model, tight, training, batch=128, schedules=("1f1b",), zero=level)
+
+    plan = searched(1)
+    assert plan.search.plan.zero == plan.as_dict()["zero"] == 1
+    assert [stage["devices"] for stage in plan.as_dict()["stages"]] == [["cpu:0", "cpu:1"]]
+    assert peak(plan) == shared
+    # The control, and what it says would be faster.
+    other = searched(0)
+    assert "zero" not in other.as_dict()
+    argued = other.as_dict()["planner"]
+    assert argued["what_if"]["level 1 of zero (--zero 1)"] < 0.9 * argued["bound_s"]
+    assert any("level 1 of zero (--zero 1)" in line for line in argument(other.search))
+
+
+def test_stages_with_unlike_numbers_of_replicas_share_their_own_out(tmp_path):
+    model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [16] * 6, batch=4))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3), microbatches=2)
+    plan = ps.plan(
+        model, ps.Cluster.local(3), training, devices=[["cpu:0", "cpu:1"], ["cpu:2"]], split_at=["fc3.product"], zero=1
+    )
+    parts = {var.stage: str(var.type) for var in plan.module.vars.values() if var.name.endswith("weight.adam_m")}
+    assert parts == {0: "f32[16/dp,16]", 1: "f32[16,16]"}
+    facts = plan.as_dict()
+    assert ("mesh" in facts, facts["zero"]) == (False, 1)
+
+
+@pytest.mark.parametrize(("level", "code"), [("1", 0), ("2", 2)])
+def test_the_planner_knows_one_level(mlp, capsys, level, code):
+    words = ["plan", mlp, "--devices", "2", "--batch", "8", "--loss", "mse", "--optimizer", "adamw", "--zero", level]
+    assert main(words) == code
+    assert ("take level 1, or leave --batch out" in capsys.readouterr().err) == (level == "2")

@@ -18,7 +18,7 @@ is summed whole by `AR`; U takes its part of the sum, and the parameter has leve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import NORM_PARTS, PARTS, SUM, UPDATE
@@ -211,7 +211,8 @@ class _Spread:
                 self.b.put(op)
         known = {value.name for value in self.graph.ins}
         ins = (*self.graph.ins, *(v for v in self.b.coordinates.values() if v.name not in known))
-        return Graph(self.graph.name, ins, self.graph.outs, tuple(self.b.ops), self.graph.saved)
+        ops = _numbers_first(self.b.ops) if self.kind == UPDATE else self.b.ops
+        return Graph(self.graph.name, ins, self.graph.outs, tuple(ops), self.graph.saved)
 
     def _touch(self, op: Op, update: _Update) -> None:
         """Write an operation on a variable of an update."""
@@ -277,3 +278,17 @@ def _without_sums(module: Module) -> Schedule | None:
         )
         ranks[rank] = Program(start, batch)
     return Schedule(schedule.name, schedule.microbatches, ranks)
+
+
+def _numbers_first(ops: Sequence[Op]) -> list[Op]:
+    """Return the operations of an update with writes of numbers right behind what they need.
+
+    The kernel that counts updates ends with such a write, and all updates wait for it. Behind all other operations it
+    would let the parts of all parameters be made before the first update lets go of one.
+    """
+    numbers = [op for op in ops if op.kind == "write" and not op.ins[0].type.rank]
+    ordered = [op for op in ops if op not in numbers]
+    for write in numbers:
+        needed = (i for i, op in enumerate(ordered) if write.ins[0] in op.outs or op.attrs.get("var") == write.var)
+        ordered.insert(max(needed, default=-1) + 1, write)
+    return ordered

@@ -119,7 +119,11 @@ def _mesh_facts(calls: Sequence[Call]) -> dict[str, Any]:
     options = next((call.options for call in calls if isinstance(call.options, ShardOptions)), None)
     level = next((call.options.level for call in calls if isinstance(call.options, ZeroOptions)), 0)
     zero = {"zero": level} if level else {}
-    return {} if options is None else {"mesh": options.mesh, "shard": list(options.given), **zero}
+    if options is None:
+        return {}
+    # Stages with unlike numbers of replicas have no mesh in common: their devices say it.
+    placed = next((call.options.mesh for call in calls if call.name == "partition"), options.mesh)
+    return {**({"mesh": placed} if placed else {}), "shard": list(options.given), **zero}
 
 
 def predicted_facts(predicted: Predicted) -> dict[str, Any]:

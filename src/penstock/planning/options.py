@@ -150,6 +150,7 @@ class SearchOptions:
     precision: str | None = shared(PlanOptions, "precision")
     cuda_libraries: str = shared(PlanOptions, "cuda_libraries")
     wire: str = shared(PlanOptions, "wire")
+    zero: int = shared(PlanOptions, "zero")
     explained: bool = True
 
 

@@ -144,6 +144,7 @@ def _pipeline(
         "split_at": tuple(options.split_at),
         "devices": tuple(" ".join(names) for names in options.devices),
         "shares": shares,
+        **({"mesh": ""} if _are_unlike(options) else {}),
     }
     settings = PipelineOptions(
         schedule=options.schedule,
@@ -195,10 +196,16 @@ def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:
         return options
     if not trains:
         raise UsageError("--zero shares out what training holds", hint="compile with --loss")
-    replicas = options.replicas if not options.mesh else parse_mesh(options.mesh).get(REPLICAS, 1)
+    named = max((len(names) for names in options.devices), default=1)
+    replicas = parse_mesh(options.mesh).get(REPLICAS, 1) if options.mesh else max(options.replicas, named)
     if replicas < 2:
         raise UsageError("--zero shares variables out among replicas, and there are none", hint="take --replicas 2")
     return options if options.mesh else replace(options, mesh=f"{REPLICAS}={replicas}", replicas=1)
+
+
+def _are_unlike(options: PlanOptions) -> bool:
+    """Return whether stages that share variables out have unlike numbers of replicas, which no one mesh says."""
+    return bool(options.zero) and len({len(names) for names in options.devices}) > 1
 
 
 def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:
@@ -252,8 +259,9 @@ def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
     several stages, as it runs all."""
     if options.packs > 1:
         return ()
+    mesh = "" if _are_unlike(options) else options.mesh
     shares: Sequence[Sequence[int]] = options.shares or [
-        fair_shares(_rates(cluster, names, options.mesh), options.microbatches) for names in options.devices
+        fair_shares(_rates(cluster, names, mesh), options.microbatches) for names in options.devices
     ]
     return tuple(share for of_stage in shares for share in of_stage)
 

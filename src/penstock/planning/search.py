@@ -124,7 +124,14 @@ class _Searching:
         sizes = profile.chain.sizes
         alone = tuple(kind for kind in options.schedules if kind not in PACKED)
         # Plans with a device for every stage give the orders of devices for packs.
-        wanted = PlanRequest(options.batch, alone or SYNCHRONOUS, options.recompute, sizes, replicas=options.replicas)
+        wanted = PlanRequest(
+            options.batch,
+            alone or SYNCHRONOUS,
+            options.recompute,
+            sizes,
+            replicas=options.replicas,
+            zero=options.zero,
+        )
         fleet, progress = fleet_of(cluster), self.feedback.told(_of_planner).progress
         try:
             result = plan_chain(profile.chain, fleet, wanted, explained=options.explained, progress=progress)
@@ -238,6 +245,7 @@ class _Searching:
             cuda_libraries=options.cuda_libraries,
             wire=options.wire,
             hints=False,
+            zero=plan.zero,
         )
         training = replace(self.training, microbatches=plan.count)
         done = plan_model(self.models[plan.size], self.cluster, training, planned, self.feedback)

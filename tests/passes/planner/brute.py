@@ -62,7 +62,7 @@ def best_of_all(chain: Chain, fleet: Fleet, wanted: PlanRequest, schedule: str, 
     for mode in modes:
         if found == inf:
             found = min(
-                Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, mode).run()
+                Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, mode, zero=wanted.zero).run()
                 for b in wanted.microbatch_sizes()
             )
     return found
@@ -70,10 +70,19 @@ def best_of_all(chain: Chain, fleet: Fleet, wanted: PlanRequest, schedule: str, 
 
 class Brute:
     def __init__(
-        self, chain: Chain, fleet: Fleet, schedule: str, b: int, m: int, base: int, recompute: str, nics: bool = True
+        self,
+        chain: Chain,
+        fleet: Fleet,
+        schedule: str,
+        b: int,
+        m: int,
+        base: int,
+        recompute: str,
+        nics: bool = True,
+        zero: int = 0,
     ) -> None:
         self.layers, self.chain, self.fleet, self.schedule = chain.layers, chain, fleet, schedule
-        self.b, self.m, self.base, self.nics = b, m, base, nics
+        self.b, self.m, self.base, self.nics, self.zero = b, m, base, nics, zero
         self.times: list[Times] = [chain.timer(chain, d, b) for d in fleet.devices]
         self.late = schedule in ("2bw", "eager-2bw")
         self.flags = {"auto": (False, True), "none": (False,), "all": (True,), "parts": (False, True)}[recompute]
@@ -176,7 +185,7 @@ class Brute:
         return (
             sum(x.params for x in layers) * (2 if self.late else 1)
             + sum(x.grads for x in layers) * (2 if self.late and replicas > 1 else 1)
-            + sum(x.state for x in layers)
+            + ceil(sum(x.state for x in layers) / (replicas if self.zero else 1))
             + (self._again(first, last, held, kept) if recompute else held * saved)
             + max(x.workspace.at(b) for x in layers)
             + POSTED * (coming + returning)

@@ -19,6 +19,7 @@ from penstock.ir.collective_calls import calls_of, kept_parts, sent_bytes
 from penstock.ir.graph import GRAD, NORM, PARAM, STATE, Module
 from penstock.ir.interpreter.recurrence import InterpretedRun
 from penstock.ir.interpreter.schedules import run_schedule
+from penstock.ir.memory.workspace import planned_blocks
 from penstock.ir.ops import make
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.verify.verifier import check
@@ -276,3 +277,19 @@ def test_losses_are_those_of_torch(level: int) -> None:
     mine = np.array(trained(planned(level)).losses).reshape(STEPS, 4).mean(1)
     np.testing.assert_allclose(mine, right, rtol=1e-5)
     assert abs(right[0] - right[-1]) > 1e-3
+
+
+def test_own_parts_of_weights_are_not_all_there_at_once() -> None:
+    """Temporaries of an update are those of a few parameters, however many there are."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    deep = ps.from_torch(layers, (torch.randn(BATCH, 16),))
+    training = ps.Training("mse", ps.AdamW(lr=1e-2), 2)
+    update = ps.plan(deep, ps.Cluster.local(2), training, mesh="dp=2", stages=1, zero=1).module.graphs["s0.U"]
+    whole = 16 * 16 * 4
+    assert sum(planned_blocks(update)) <= 3 * whole
+    # The control: updates wait for a kernel that ends at the end of the graph.
+    numbers = [op for op in update.ops if op.kind == "write" and not op.ins[0].type.rank]
+    assert numbers
+    late = replace(update, ops=(*(op for op in update.ops if op not in numbers), *numbers))
+    assert sum(planned_blocks(late)) >= 4 * whole
