@@ -473,6 +473,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "sizes-beside-exact": committed_table("rungs"),
     "split-training": committed_table("tensor_parallel"),
     "collective-times": committed_table("collectives"),
+    "shared-out": committed_table("zero"),
     "export-verdicts": export_verdicts,
     "exported-models": exported_models,
     "generation-rates": partial(generation_rates, "generation"),
