@@ -202,6 +202,11 @@ class _Points:
         tile = RegisterTile(emit, self.dtype, rows, width, lanes)
         factors = emit.bind((group * p.filters + o) * p.channels, "factors")
         with emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
+            if self.in_place:
+                # Channels lie far apart, so the processor does not see that the next panel follows.
+                for v in spans:
+                    later = panel.base + c * panel.pitch + (self.width + v)
+                    emit.prefetch(panel.source, later, False, near=False)
             line = tile.line(panel.source, panel.base + c * panel.pitch)
             for i in range(rows):
                 tile.add(i, tirx.BufferLoad(self.weights, [factors + c * rows + i]), line)
