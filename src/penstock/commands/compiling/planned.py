@@ -152,8 +152,6 @@ def _searched(
     fixed = {
         "--stages": arguments.stages,
         "--packs": arguments.packs,
-        "--offload": arguments.offload,
-        "--spill": arguments.spill,
         "--microbatches": arguments.microbatches,
         "--split-at": arguments.split_at,
     }
@@ -162,6 +160,11 @@ def _searched(
         raise UsageError(
             f"{'--mesh' if arguments.mesh else '--shard'} with --batch: the planner knows no meshes",
             hint="leave --batch out, and give --dim, --microbatches and --devices",
+        )
+    if arguments.offload not in (None, "none") or arguments.spill:
+        raise UsageError(
+            f"{'--spill' if arguments.spill else '--offload'} with --batch: the planner keeps state on the devices",
+            hint="leave --batch out, and give --packs, --schedule, --microbatches and --devices",
         )
     if flags:
         raise UsageError(
