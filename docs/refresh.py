@@ -384,13 +384,13 @@ def committed_table(benchmark: str) -> Callable[[], str]:
     return make
 
 
-def exported_models() -> str:
-    """What exported models took beside onnxruntime in the committed run."""
+def exported_models(run: str) -> str:
+    """What exported models took beside onnxruntime in a committed run."""
     sys.path.append(str(HERE.parent / "benchmarks"))
     from beside_onnxruntime import means_of, table_of
     from machine import markdown
 
-    document = json.loads((HERE.parent / "benchmarks/results/beside_onnxruntime.json").read_text(encoding="utf-8"))
+    document = json.loads((HERE.parent / f"benchmarks/results/{run}.json").read_text(encoding="utf-8"))
     sentences = [f"* {sentence}." for sentence in means_of(document["rows"])]
     return "\n".join([markdown(*table_of(document["rows"])), "", *sentences]) + "\n"
 
@@ -475,7 +475,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "collective-times": committed_table("collectives"),
     "shared-out": committed_table("zero"),
     "export-verdicts": export_verdicts,
-    "exported-models": exported_models,
+    "exported-models": partial(exported_models, "beside_onnxruntime"),
+    "quantised-models": partial(exported_models, "quantised_onnx"),
     "generation-rates": partial(generation_rates, "generation"),
     "generation-genai": partial(generation_rates, "generation-genai"),
     "step-accounts": step_accounts,
