@@ -1,23 +1,29 @@
 """The time of planning a GPT-3-shaped chain (96 blocks, width 12288, both ends) on 64 and on 1024 devices.
 
     python benchmarks/planner.py [--hosts 8 128] [--width 12288] [--batch 512 1536]
+    python benchmarks/planner.py --unequal 8 16 [--replicas 1] [--layers 36]
+
+With --unequal the devices of a fleet are all different, each on a host of its own, and the chain has layers of random
+work (the seed is the number of devices).
 
 Every schedule is planned. Prints one line per cluster and schedule: seconds of this process's processor time, and the
-plan. The models and devices are stated in `gpt_chain` and `A100`; nothing is measured but the planner itself.
+plan. The models and devices are stated in `gpt_chain`, `A100` and `unequal_fleet`; nothing is measured but the planner itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from random import Random
 from typing import Any
 
 from machine import markdown, write_json
 from shapes import gpt_chain
 
-from penstock.ir.cluster.cluster import Device
+from penstock.ir.cluster.cluster import OTHER_HOST, Cluster, Device, LinkClass
 from penstock.ir.schedule_names import TRAINING
-from penstock.passes.planner.fleet import equal_hosts, fleet_of
+from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork
+from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
 
@@ -36,17 +42,73 @@ HEADS = (
 )
 
 
+def unequal_fleet(count: int, layers: int) -> tuple[Chain, Fleet]:
+    """Make a chain of random layers, and a fleet of unequal devices of 1e11 operations per second and more."""
+    rng = Random(count)
+    chain = Chain(
+        tuple(
+            Layer(
+                f"layer{i}",
+                params=4 * weights,
+                grads=4 * weights,
+                state=4 * weights,
+                saved=Amount(0, 4 * values),
+                out=Amount(0, values),
+                back=Amount(0, values),
+                forward=PhaseWork(Amount(0, flops)),
+                backward=PhaseWork(Amount(0, 2 * flops)),
+                weight=PhaseWork(Amount(0, flops)),
+            )
+            for i, (flops, weights, values) in enumerate(
+                (rng.randint(5 * 10**8, 2 * 10**9), rng.randint(5 * 10**5, 2 * 10**6), rng.randint(30_000, 300_000))
+                for _ in range(layers)
+            )
+        )
+    )
+    devices = tuple(
+        Device(f"cpu:{i}", host=f"h{i}", flops=1e11 * (1 + 0.37 * i * rng.uniform(0.8, 1.2)), bandwidth=1e10 + 2e9 * i)
+        for i in range(count)
+    )
+    return chain, fleet_of(Cluster(devices, classes=(LinkClass(OTHER_HOST, 1e9, 1e-4),)))
+
+
+def plan_unequal(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Plan fleets of unequal devices, and print a line for each schedule."""
+    rows: list[dict[str, Any]] = []
+    print(markdown(("devices", "schedule", "planned in", "batch takes", "at most above the best", "stages"), []))
+    for count in arguments.unequal:
+        chain, fleet = unequal_fleet(count, arguments.layers)
+        planner = Planner(chain, fleet, PlanRequest(64, replicas=arguments.replicas))
+        for schedule in arguments.schedules:
+            start = time.process_time()
+            outcome = planner.best(schedule)
+            assert outcome is not None
+            seconds, above = time.process_time() - start, outcome.step / outcome.bound - 1
+            stages = len(outcome.plan.stages)
+            rows.append({"devices": count, "schedule": schedule, "seconds": seconds, "above": above, "stages": stages})
+            shown = f"{count} | {schedule} | {seconds:.1f} s | {outcome.step:.3f} s | {above:.2%} | {stages}"
+            print(f"| {shown} |", flush=True)
+        total = sum(row["seconds"] for row in rows if row["devices"] == count)
+        print(f"| {count} | all | {total:.1f} s | | | |", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[8, 128], help="hosts of eight devices")
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[512, 1536], help="samples per batch, for each number of hosts"
     )
+    parser.add_argument("--unequal", type=int, nargs="+", metavar="N", help="fleets of so many unequal devices instead")
+    parser.add_argument("--replicas", type=int, default=0, help="the most devices of a stage of these; 0: any number")
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--schedules", nargs="+", default=list(TRAINING))
     parser.add_argument("--json", metavar="FILE", help="write all rows")
     arguments = parser.parse_args()
+    if arguments.unequal:
+        write_json(arguments.json, {"rows": plan_unequal(arguments)})
+        return
     chain = gpt_chain(arguments.layers, arguments.width, positions=2048, vocabulary=50257)
     rows: list[dict[str, Any]] = []
     print(markdown(HEADS, []), flush=True)

@@ -182,6 +182,13 @@ class Host:
         return Host(name, **given)  # type: ignore[arg-type]
 
 
+def class_between(a: Device, b: Device) -> str:
+    """Return the class of links that two devices without a link of their own belong to."""
+    if a.host != b.host:
+        return OTHER_HOST
+    return HOST_TO_DEVICE if "cuda" in (a.kind, b.kind) else SAME_HOST
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """A memory space beside the memory of devices. Without a `host` each host has one of this name. It holds `bytes`,
@@ -337,8 +344,7 @@ class Cluster:
     def _by_class(self, a: str, b: str) -> Link:
         first, second = self.device(a), self.device(b)
         if first.host == second.host:
-            kind = HOST_TO_DEVICE if "cuda" in (first.kind, second.kind) else SAME_HOST
-            return Link(a, b, *self.link_class(kind))
+            return Link(a, b, *self.link_class(class_between(first, second)))
         bandwidth, latency = self.link_class(OTHER_HOST)
         cards = [self._hosts[h] for h in (first.host, second.host) if h in self._hosts]
         rates = [card.nic_bandwidth for card in cards if card.nic_bandwidth]

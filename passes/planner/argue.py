@@ -69,6 +69,11 @@ class Result:
     def best(self) -> Outcome:
         return next(iter(self.outcomes.values()))
 
+    @property
+    def stopped(self) -> bool:
+        """Return whether an interrupt ended the search early. `outcomes` are then the best plans until then."""
+        return self.planner.stopped
+
 
 def plan_chain(
     chain: Chain,
@@ -84,11 +89,23 @@ def plan_chain(
     """
     fleet = cluster if isinstance(cluster, Fleet) else fleet_of(cluster)
     planner = Planner(chain, fleet, wanted, progress)
-    outcome_of = {schedule: outcome for schedule in wanted.schedules if (outcome := planner.best(schedule)) is not None}
+    outcome_of = dict[str, Outcome]()
+    for schedule in wanted.schedules:
+        try:
+            outcome = planner.best(schedule)
+        except KeyboardInterrupt:
+            if not outcome_of:
+                raise
+            planner.stopped = True
+        else:
+            outcome_of |= {schedule: outcome} if outcome is not None else {}
+        if planner.stopped:
+            break
     if not outcome_of:
         raise nearest(planner) if explained else DoesNotFit(_NOTHING_FITS, where="planner")
     outcomes = dict(sorted(outcome_of.items(), key=lambda item: item[1].step))
-    return Result(chain, fleet, wanted, outcomes, dict(_left_out(planner, next(iter(outcomes.values())))), planner)
+    left_out = {} if planner.stopped else dict(_left_out(planner, next(iter(outcomes.values()))))
+    return Result(chain, fleet, wanted, outcomes, left_out, planner)
 
 
 def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
@@ -97,7 +114,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
     idle = [i for i in range(len(fleet)) if i not in used]
     # The same microbatches: a device that helps only with other sizes shows among the plans of those, which the caller
     # has searched.
-    again = Planner(planner.chain, fleet, replace(planner.wanted, sizes=(best.plan.size,)))
+    again = planner.but(replace(planner.wanted, sizes=(best.plan.size,)))
     groups = planner.alike()
     reasons: dict[int, str] = {}
     unlike = of_another_kind(planner)
@@ -136,17 +153,18 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
             changes.append(
                 _change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule))
             )
+    planner = result.planner
     limited = any(device.memory is not None for device in fleet.devices)
     if limited and not wanted.zero and len(fleet) > 1:
         shared = Planner(chain, fleet, replace(wanted, zero=1)).best(schedule)
         changes.append(_change("level 1 of zero (--zero 1)", shared))
     for name, part in _without(result):
-        changes.append(_change(f"without {name}", Planner(chain, part, wanted).best(schedule) if len(part) else None))
+        changes.append(_change(f"without {name}", planner.on(part).best(schedule) if len(part) else None))
     for name, part in _faster(fleet):
-        changes.append(_change(name, Planner(chain, part, wanted).best(schedule)))
+        changes.append(_change(name, planner.on(part).best(schedule)))
     if limited:
         free = fleet.but([replace(device, spaces=()) for device in fleet.devices])
-        changes.append(_change("memory without limit", Planner(chain, free, wanted).best(schedule)))
+        changes.append(_change("memory without limit", planner.on(free).best(schedule)))
     for name, other in (others or {}).items():
         changes.append(_change(name, Planner(other, fleet, wanted).best(schedule)))
     return changes

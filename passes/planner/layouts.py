@@ -1,25 +1,202 @@
-"""Layouts: the graphs of device choices that the search walks. In: a fleet. Out: `DeviceLayout`s.
+"""The choices of devices to search. In: a fleet. Out: a `DeviceSets`, or `DeviceLayout`s where the fleet is large.
 
-A node is (devices used so far, devices of the stage placed last, forwards that those have in hand). Stages are placed
-from the last one to the first. An edge places one more stage: its devices, how many devices run later stages, its
-forwards in hand, and the boundary between it and the stage behind it. A path from node 0 is the devices of a plan.
+A `DeviceSets` has the sets of devices that a plan uses, and the groups that a stage may take, as numbers. Devices that
+are alike and connected alike form a class (fleet.classes), and a set is how many it has of each. Its number is the sum
+over classes of that count times the weight of the class. A group is such a vector, too. Group g may follow set u where
+no class has too few devices left: such a pair leads to set u + weight[g].
 
-`exhaustive` has an edge for every choice of devices, up to exchange of devices that are alike and connected alike
-(fleet.classes). So a search over it misses nothing. Its edges grow with product over classes of (n+1)(n+2)(n+3)/6.
-`in_a_row` is for larger fleets: devices in a row, stages take the next ones. `rows` makes the rows of hosts one after
-another, or of the first devices of p hosts, their second devices, and so on. In the latter the replicas of a stage lie
-on different hosts. Slower devices are at either end or left out. All stages have equally many replicas, or any number
-from a few.
+Small fleets have every group, so that no choice is left out (`complete`). Larger ones have groups of one and of two
+devices, and the runs of devices in the order of their speed. Where there are too many sets, there is no `DeviceSets`,
+but layouts.
+
+A `DeviceLayout` is a graph of device choices. A node is (devices used so far, devices of the stage placed last,
+forwards that those have in hand). Stages are placed from the last one to the first. An edge places one more stage: its
+devices, how many devices run later stages, its forwards in hand, and the boundary between it and the stage behind it. A
+path from node 0 is the devices of a plan.
+
+In `in_a_row` devices stand in a row, and stages take the next ones. `rows` makes the rows of hosts one after another,
+or of the first devices of p hosts, their second devices, and so on. In the latter the replicas of a stage lie on
+different hosts. Slower devices are at either end or left out. All stages have equally many replicas, or any number from
+a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
+from math import comb, prod
+
+import numpy as np
+import numpy.typing as npt
 
 from .cost import Hop, Ring, forwards_ahead, hop_of, ring_of
 from .fleet import Fleet
+
+Numbers = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Counts = tuple[int, ...]
+
+# The elements of one step of a sum.
+_CHUNK = 1_000_000
+# The most devices, sets, pairs of a set and a group, and elements of the matrices of all groups.
+_MOST_DEVICES, _MOST_SETS, _MOST_PAIRS, _MOST_ELEMENTS = 32, 70_000, 1_000_000, 10_000_000
+
+
+class DeviceSets:
+    """The sets of devices and the groups of a fleet, with the boundaries between groups."""
+
+    def __init__(
+        self, fleet: Fleet, classes: Sequence[Sequence[int]], groups: Sequence[Counts], complete: bool
+    ) -> None:
+        self.fleet, self.classes, self.complete = fleet, classes, complete
+        self.name = "every choice of devices" if complete else "single devices, pairs, and devices of like speed"
+        self.kinds = fleet.kinds()
+        sizes = np.array([len(members) for members in classes], np.int64)
+        weights = np.concatenate([[1], np.cumprod(sizes + 1)[:-1]])
+        self.count = int(np.prod(sizes + 1))
+        self.digits = np.arange(self.count)[:, None] // weights % (sizes + 1)
+        self.used = self.digits.sum(1)
+        self.groups = list(groups)
+        more = np.array(groups, np.int64)
+        self.weight, self.replicas = more @ weights, more.sum(1)
+        fitting = [np.flatnonzero((self.digits + row <= sizes).all(1)) for row in more]
+        source = np.concatenate(fitting)
+        group = np.repeat(np.arange(len(more)), [len(x) for x in fitting])
+        order = np.lexsort((group, source))
+        # Pairs in the order of their sets: those of set u are begin[u] .. begin[u + 1] - 1.
+        self.source, self.group = source[order], group[order]
+        self.target = self.source + self.weight[self.group]
+        self.begin = np.searchsorted(self.source, np.arange(self.count + 1))
+        by_size = np.lexsort((self.target, self.used[self.source]))
+        self.by_size = np.split(by_size, np.searchsorted(self.used[self.source][by_size], np.arange(1, len(fleet))))
+        self._weights = weights
+        self._rings: dict[int, Ring] = {}
+        self._hops: dict[tuple[int, int], Hop] = {}
+        self.alike = self._alike()
+
+    def devices(self, group: int, used: int = 0) -> tuple[int, ...]:
+        """Return the devices of a group when those of a set are taken, class by class."""
+        return tuple(
+            i
+            for members, begin, more in zip(self.classes, self.digits[used], self.groups[group], strict=True)
+            for i in members[begin : begin + more]
+        )
+
+    def members(self, used: int) -> frozenset[int]:
+        """Return the devices of a set."""
+        return frozenset(i for members, n in zip(self.classes, self.digits[used], strict=True) for i in members[:n])
+
+    def ends(self, using: Callable[[frozenset[int]], bool] | None) -> Bools:
+        """Return which sets a plan may use."""
+        return self.used > 0 if using is None else np.array([using(self.members(u)) for u in range(self.count)])
+
+    def ring(self, group: int) -> Ring:
+        if group not in self._rings:
+            self._rings[group] = ring_of(self.fleet, self.devices(group))
+        return self._rings[group]
+
+    def hop(self, group: int, behind: int) -> Hop:
+        """Return the boundary from a group to one that stands behind it."""
+        if (group, behind) not in self._hops:
+            target = self.devices(behind)
+            source = self.devices(group, int(self.weight[behind]))
+            self._hops[group, behind] = hop_of(self.fleet, self.kinds, source, target)
+        return self._hops[group, behind]
+
+    def single_hops(self) -> Iterator[Hop]:
+        """Yield the boundaries between any two groups of one device."""
+        single = [g for g, n in enumerate(self.replicas) if n == 1]
+        for a, b in product(single, repeat=2):
+            if a != b or len(self.classes[self.groups[a].index(1)]) > 1:
+                yield self.hop(a, b)
+
+    def reached(self, reach: Numbers) -> Numbers:
+        """Return how far each set gets, where group g gets from position y to `reach[g, y]`, but never back."""
+        far = np.zeros(self.count, np.int64)
+        for pairs in self.by_size:
+            np.maximum.at(far, self.target[pairs], reach[self.group[pairs], far[self.source[pairs]]])
+        return far
+
+    def sums(self, each: Floats) -> Floats:
+        """Return the least sum with which each set, or a part of it, gets from position 0 to every other, where group g
+        adds `each[g, y, x]` from y to x."""
+        positions = each.shape[1]
+        least = np.full((self.count, positions), np.inf)
+        least[0, 0] = 0.0
+        for level in self.by_size:
+            for pairs in np.array_split(level, max(1, len(level) * positions**2 // _CHUNK)):
+                if len(pairs):
+                    ways = (least[self.source[pairs]][:, :, None] + each[self.group[pairs]]).min(1)
+                    target = self.target[pairs]
+                    starts = np.flatnonzero(np.diff(target, prepend=-1))
+                    least[target[starts]] = np.minimum(least[target[starts]], np.minimum.reduceat(ways, starts))
+        for column, weight in zip(self.digits.T, self._weights, strict=True):
+            for n in range(1, int(column.max()) + 1):
+                rows = np.flatnonzero(column == n)
+                least[rows] = np.minimum(least[rows], least[rows - weight])
+        return least
+
+    def _alike(self) -> Numbers:
+        """Return for each group the first one whose boundaries with stages in front are the same, whatever these take.
+        Groups of several devices, whose messages may share links, stand for themselves."""
+        first = np.arange(len(self.groups))
+        homes: list[list[int]] = []
+        for g in np.flatnonzero(self.replicas == 1):
+            home = next((home for home in homes if all(self._same(int(g), other) for other in home)), None)
+            if home is None:
+                homes.append([int(g)])
+            else:
+                home.append(int(g))
+                first[g] = home[0]
+        return first
+
+    def _same(self, a: int, b: int) -> bool:
+        """Return whether every other device has the same paths from and to two groups of one device."""
+        x, y = self.devices(a)[0], self.devices(b)[0]
+        for other in range(len(self.fleet)):
+            if other not in (x, y):
+                ways = [(self.fleet.path(other, i), self.fleet.path(i, other)) for i in (x, y)]
+                if ways[0] != ways[1] or any(way.shares for way in ways[0]):
+                    return False
+        return True
+
+
+def device_sets(fleet: Fleet, speed: Sequence[float], most_replicas: int, layers: int) -> DeviceSets | None:
+    """Return the sets and groups of a fleet with these relative speeds, or None where there are too many sets."""
+    classes = fleet.classes() if len(fleet) <= _MOST_DEVICES else []
+    most = most_replicas or len(fleet)
+    sets = prod(len(members) + 1 for members in classes)
+    if not classes or sets > _MOST_SETS:
+        return None
+    every = _pairs(classes) <= _MOST_PAIRS and sets * (layers + 1) ** 2 <= _MOST_ELEMENTS
+    groups: Iterable[Counts] = product(*(range(len(x) + 1) for x in classes)) if every else _few(classes, speed)
+    chosen = [group for group in dict.fromkeys(groups) if 1 <= sum(group) <= most]
+    return DeviceSets(fleet, classes, chosen, every or most == 1)
+
+
+def _pairs(classes: Sequence[Sequence[int]]) -> int:
+    """Return the number of pairs of a set and a group, without a limit on replicas."""
+    return prod(comb(len(members) + 2, 2) for members in classes)
+
+
+def _few(classes: Sequence[Sequence[int]], speed: Sequence[float]) -> Iterator[Counts]:
+    """Yield the groups of one and two devices, and those of devices one after another, in the order of their speed and
+    in that of the cluster."""
+    home = {i: c for c, members in enumerate(classes) for i in members}
+    row = sorted(home, key=lambda i: (-speed[i], i))
+
+    def counted(devices: Sequence[int]) -> Counts:
+        return tuple(sum(home[i] == c for i in devices) for c in range(len(classes)))
+
+    for size in (1, 2):
+        for devices in combinations(row, size):
+            yield counted(devices)
+    for size in range(3, len(row) + 1):
+        for start in range(len(row) - size + 1):
+            yield counted(row[start : start + size])
+            yield counted(range(start, start + size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +214,17 @@ class LayoutEdge:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """A graph of device choices. A `complete` one leaves no choice out.
+    """A graph of device choices. It is not `complete`, as it leaves choices out.
 
     `last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used. Edges come in the order
     of how many devices their source uses.
     """
 
     name: str
-    complete: bool
     last: tuple[tuple[int, ...], ...]
     placed: tuple[frozenset[int], ...]
     edges: tuple[LayoutEdge, ...]
+    complete: bool = False
 
 
 class _Builder:
@@ -69,46 +246,6 @@ class _Builder:
                 self.hops[devices, behind] = hop_of(self.fleet, self.kinds, devices, behind)
             hop = self.hops[devices, behind]
         return LayoutEdge(source, target, devices, later, ahead, hop, self.rings[devices])
-
-
-def exhaustive_size(classes: Sequence[Sequence[int]]) -> int:
-    """Return the number of edges of the exhaustive layout, without a limit on replicas."""
-    edges = 1
-    for group in classes:
-        n = len(group)
-        edges *= (n + 1) * (n + 2) * (n + 3) // 6
-    return edges
-
-
-def exhaustive(fleet: Fleet, most_replicas: int = 0) -> DeviceLayout:
-    classes = fleet.classes()
-    most = most_replicas or len(fleet)
-    build = _Builder(fleet, fleet.kinds())
-    empty = tuple(0 for _ in classes)
-    index = {(empty, empty, 0): 0}
-    last: list[tuple[int, ...]] = [()]
-    levels: list[list[tuple[tuple[int, ...], tuple[int, ...], int]]] = [
-        [(empty, empty, 0)],
-        *([] for _ in fleet.devices),
-    ]
-    edges: list[LayoutEdge] = []
-    for level, nodes in enumerate(levels):
-        for used, before, ready in nodes:
-            for more in product(*(range(len(group) - n + 1) for group, n in zip(classes, used, strict=True))):
-                if not 1 <= sum(more) <= most:
-                    continue
-                now = tuple(a + b for a, b in zip(used, more, strict=True))
-                # Devices of a class are used in order, as they are interchangeable. Replicas stand class by class.
-                devices = tuple(i for group, a, b in zip(classes, used, now, strict=True) for i in group[a:b])
-                ahead = forwards_ahead(len(devices), sum(before), ready) if level else 0
-                key, source = (now, more, ahead), index[used, before, ready]
-                if key not in index:
-                    index[key] = len(last)
-                    last.append(devices)
-                    levels[sum(now)].append(key)
-                edges.append(build.edge(source, index[key], devices, level, ahead, last[source]))
-    placed = [frozenset(i for group, n in zip(classes, used, strict=True) for i in group[:n]) for used, _, _ in index]
-    return DeviceLayout("every choice of devices", True, tuple(last), tuple(placed), tuple(edges))
 
 
 def in_a_row(
@@ -135,7 +272,7 @@ def in_a_row(
                     last.append(devices)
                     levels[used + more].append(key)
                 edges.append(build.edge(source, index[key], devices, level, ahead, last[source]))
-    return DeviceLayout(name, False, tuple(last), tuple(frozenset(row[:used]) for used, _, _ in index), tuple(edges))
+    return DeviceLayout(name, tuple(last), tuple(frozenset(row[:used]) for used, _, _ in index), tuple(edges))
 
 
 def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:

@@ -1,15 +1,17 @@
 """The planner: from a chain of layers and a fleet to the best plan, with a bound on its distance from the optimum.
 
-For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the
-best plan. Small fleets are searched over every choice of devices for every stage. Then `bound` is that of the search,
-and a plan that reaches it is the best of the stated model (cost.py). Larger ones are restricted to rows of devices
-(layouts.py), with equally many replicas of every stage; the bound is then
+For every schedule that may be used and every microbatch size a search finds the best plan. Where there are few sets of
+devices, up to exchange of those that are alike, it is that over sets (set_search.py). With every group of devices as a
+stage `bound` is that of the search, and a plan that reaches it is the best of the stated model (cost.py). With some
+groups only, and in larger fleets, which are searched by rows of devices (layouts.py), the bound is
 
     m * seconds of a microbatch on the fastest device
       / sum over devices of how many times as fast as that one they can be on any layer
 
 which no schedule and no cut can beat. NICs that several stages use are part of a plan's seconds and not of the search's
-bound. So a plan may be above its bound in spite of an exhaustive search. `proven` only holds for a plan that is not.
+bound. So a plan may be above its bound in spite of a complete search. `proven` only holds for a plan that is not.
+
+An interrupt ends a search, not planning: the best plan until then stays, with the bound that is known without it.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ from penstock.support.errors import UsageError
 
 from .chain import Chain, Table
 from .fleet import Fleet
-from .layouts import DeviceLayout, exhaustive, exhaustive_size, in_a_row, rows
+from .layouts import DeviceLayout, DeviceSets, device_sets, in_a_row, rows
 from .plan import Judged, PipelinePlan, PlanRequest
-from .search import Floor, LayoutSearch, reaches
+from .search import Floor, Found, LayoutSearch, StageSearch, reaches
+from .set_search import SetSearch
 from .stages import Stages
 
-# The most elements of one run of the dynamic programme, for which every choice of devices is searched.
-_EXHAUSTIVE = 3e7
 # The most numbers of replicas that are tried for a row of devices.
 _SIZES = 16
 # The tolerance of a first, coarse search: its plan ends most of the fine searches at once.
@@ -44,12 +45,13 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best plan found of one schedule, in `layout`. No plan of it takes less than `bound` seconds per batch."""
+    """The best plan found of one schedule, among the choices of devices `layout`. No plan of it takes less than `bound`
+    seconds per batch."""
 
     plan: PipelinePlan
     judged: Judged
     bound: float
-    layout: DeviceLayout
+    layout: DeviceLayout | DeviceSets
 
     @property
     def step(self) -> float:
@@ -72,12 +74,10 @@ class Planner:
         self.chain, self.fleet, self.wanted, self.progress = chain, fleet, wanted, progress
         self.kinds = fleet.kinds()
         self._tables: dict[int, Table] = {}
-        self._layouts: list[DeviceLayout] = []
+        self._places: list[DeviceLayout | DeviceSets] = []
         self._costs: dict[tuple[str, int, int], Stages] = {}
         self._parts: Planner | None = None
-        size = (len(chain.layers) + 1) ** 2
-        classes = fleet.classes() if len(fleet) <= 32 else []
-        self.everything = bool(classes) and exhaustive_size(classes) * size <= _EXHAUSTIVE
+        self.stopped = False
 
     def but(self, wanted: PlanRequest | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
         """Return a planner for another request, or for devices with so many times their memory. Tables and layouts that
@@ -85,14 +85,22 @@ class Planner:
         fleet = self.fleet if memory == 1 else self.fleet.with_memory(memory)
         other = Planner(self.chain, fleet, wanted or self.wanted, progress or self.progress)
         other._tables = self._tables
-        if self.everything and other.wanted.replicas == self.wanted.replicas:
-            other._layouts = self.layouts()
+        places = self.places()
+        if isinstance(places[0], DeviceSets) and other.wanted.replicas == self.wanted.replicas:
+            # Memory is less for all devices alike, so those that are alike stay so.
+            other._places = places
+        return other
+
+    def on(self, fleet: Fleet) -> Planner:
+        """Return a planner for a fleet with other devices or paths. Tables are shared: times are those of devices."""
+        other = Planner(self.chain, fleet, self.wanted)
+        other._tables = self._tables
         return other
 
     def alike(self) -> list[list[int]]:
         """Return groups of devices of which one stands for all: interchangeable devices, in large fleets all of one
         kind."""
-        if self.everything:
+        if isinstance(self.places()[0], DeviceSets):
             return self.fleet.classes()
         return [[i for i, k in enumerate(self.kinds) if k == kind] for kind in dict.fromkeys(self.kinds)]
 
@@ -101,15 +109,17 @@ class Planner:
             self._tables[b] = Table(self.chain, b)
         return self._tables[b]
 
-    def layouts(self) -> list[DeviceLayout]:
-        if not self._layouts:
-            self._layouts = [exhaustive(self.fleet, self.wanted.replicas)] if self.everything else list(self._rows())
-        return self._layouts
+    def places(self) -> list[DeviceLayout | DeviceSets]:
+        """Return the choices of devices to search: sets of them, or in large fleets rows."""
+        if not self._places:
+            speeds = self.speeds(self.table(min(self.wanted.microbatch_sizes())))
+            sets = device_sets(self.fleet, speeds, self.wanted.replicas, len(self.chain.layers))
+            self._places = list(self._rows(speeds)) if sets is None else [sets]
+        return self._places
 
-    def _rows(self) -> Iterator[DeviceLayout]:
+    def _rows(self, speed: list[float]) -> Iterator[DeviceLayout]:
         fleet, layers = self.fleet, len(self.chain.layers)
         most = self.wanted.replicas or len(fleet)
-        speed = self.speeds(self.table(min(self.wanted.microbatch_sizes())))
         for name, row in rows(fleet, speed):
             sizes = sorted({len(row) // d for d in range(1, min(layers, len(row)) + 1)})
             for size in [size for size in _thinned(sizes) if size <= most]:
@@ -143,12 +153,19 @@ class Planner:
             self._parts = self.but(replace(self.wanted, recompute="parts"))
         return self._parts
 
-    def best(self, schedule: str, using: Devices = lambda devices: True) -> Outcome | None:
-        """Return the best plan of one schedule on a set of devices that `using` allows, or None where none fits."""
-        outcome = self._pass(schedule, using, None, max(self.wanted.tolerance, _COARSE))
-        if outcome is not None and self.wanted.tolerance < _COARSE:
-            outcome = self._pass(schedule, using, outcome, self.wanted.tolerance)
-        if outcome is None and (parts := self._in_parts(schedule)) is not None:
+    def best(self, schedule: str, using: Devices | None = None, below: float = np.inf) -> Outcome | None:
+        """Return the best plan of one schedule on a set of devices that `using` allows, or None where none fits; with a
+        limit on its time, None where none takes less."""
+        tolerance, in_sets = self.wanted.tolerance, isinstance(self.places()[0], DeviceSets)
+        outcome = self._pass(schedule, using, None, tolerance if in_sets else max(tolerance, _COARSE), below)
+        if outcome is not None and not in_sets and tolerance < _COARSE and not self.stopped:
+            outcome = self._pass(schedule, using, outcome, tolerance, below)
+        if (
+            outcome is None
+            and not self.stopped
+            and not np.isfinite(below)
+            and (parts := self._in_parts(schedule)) is not None
+        ):
             return parts.best(schedule, using)
         return outcome
 
@@ -165,10 +182,10 @@ class Planner:
             return parts.candidates(schedule, within)
         outcomes = {best.plan: best}
         for b in self.wanted.microbatch_sizes():
-            for layout in self.layouts():
+            for layout in self.places():
                 floor = self.floor(schedule, b, layout)
                 if floor.step < best.step * within:
-                    for search in self._searches(schedule, b, layout, lambda devices: True):
+                    for search in self._searches(schedule, b, layout, None):
                         other = search.best(best.step * within, floor, _COARSE)
                         if other.plan is not None and other.judged is not None and other.step <= best.step * within:
                             outcomes.setdefault(other.plan, Outcome(other.plan, other.judged, best.bound, layout))
@@ -191,34 +208,57 @@ class Planner:
         """Return any plan of the schedule that fits into memory."""
         for b in reversed(self.wanted.microbatch_sizes()):
             self._tell(schedule, b)
-            for layout in self.layouts():
-                for search in self._searches(schedule, b, layout, lambda devices: True):
+            for layout in self.places():
+                for search in self._searches(schedule, b, layout, None):
                     fitting = search.any()
                     if fitting is not None:
                         return Outcome(*fitting, 0.0, layout)
         parts = self._in_parts(schedule)
         return None if parts is None else parts.fits(schedule)
 
-    def _pass(self, schedule: str, using: Devices, known: Outcome | None, tolerance: float) -> Outcome | None:
+    def _pass(
+        self, schedule: str, using: Devices | None, known: Outcome | None, tolerance: float, below: float
+    ) -> Outcome | None:
         """Search everything for plans that are better than the known one."""
         best, bound = known, np.inf
-        for b in self.wanted.microbatch_sizes():
+        cases = [
+            (self.floor(schedule, b, place), b, place)
+            for b in self.wanted.microbatch_sizes()
+            for place in self.places()
+        ]
+        drains = 0 if SCHEDULES[schedule].delay else 1
+        # What is likely to be fast goes first. Of equals those of small microbatches are closest to their bounds.
+        order = {b: drains * self._whole(b) for b in self.wanted.microbatch_sizes()}
+        for floor, b, place in sorted(
+            cases, key=lambda case: (max(case[0].step, case[0].pace + order[case[1]]), case[1])
+        ):
+            step = best.step if best is not None else below
+            least = floor.step if place.complete else self.floor(schedule, b).step
+            if self.stopped or floor.step >= step:
+                bound = min(bound, least)
+                continue
             self._tell(schedule, b)
-            for layout in self.layouts():
-                floor = self.floor(schedule, b, layout)
-                if not self.everything:
-                    bound = min(bound, self.floor(schedule, b).step)
-                for search in self._searches(schedule, b, layout, using):
-                    step = best.step if best is not None else np.inf
-                    if floor.step >= step:
-                        bound = min(bound, floor.step)
-                        break
-                    result = search.best(step, floor, tolerance)
-                    if self.everything:
-                        bound = min(bound, result.bound)
-                    if result.plan is not None and result.judged is not None and result.step < step:
-                        best = Outcome(result.plan, result.judged, 0.0, layout)
+            for search in self._searches(schedule, b, place, using):
+                result = self._searched(search, best.step if best is not None else below, floor, tolerance)
+                bound = min(bound, result.bound if place.complete else least)
+                if (
+                    result.plan is not None
+                    and result.judged is not None
+                    and result.step < (best.step if best is not None else below)
+                ):
+                    best = Outcome(result.plan, result.judged, 0.0, place)
         return replace(best, bound=min(bound, best.step)) if best is not None else None
+
+    def _searched(self, search: StageSearch, below: float, floor: Floor, tolerance: float) -> Found:
+        """Search, and end early at an interrupt, with what was seen until then."""
+        try:
+            return search.best(below, floor, tolerance)
+        except KeyboardInterrupt:
+            if not np.isfinite(below) and search.seen is None:
+                raise
+            self.stopped = True
+            plan, judged = search.seen or (None, None)
+            return Found(plan, judged, floor.step)
 
     def _tell(self, schedule: str, b: int) -> None:
         if self.progress is not None:
@@ -226,36 +266,44 @@ class Planner:
             done = cases.index((schedule, b)) if (schedule, b) in cases else 0
             self.progress(done, len(cases), f"{schedule}, microbatches of {b}")
 
-    def floor(self, schedule: str, b: int, layout: DeviceLayout | None = None) -> Floor:
+    def floor(self, schedule: str, b: int, layout: DeviceLayout | DeviceSets | None = None) -> Floor:
         """Return lower bounds for all plans, or for those of a layout.
 
         Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j microbatches; and before
         a pipeline is full it has gone through the whole model once.
         """
         count, seconds, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
-        used = range(len(speeds)) if layout is None else {device for devices in layout.last for device in devices}
-        most = len(speeds) if layout is None else max(map(len, layout.last))
+        used, most = set(range(len(speeds))), len(speeds)
+        if isinstance(layout, DeviceLayout):
+            used, most = {device for devices in layout.last for device in devices}, max(map(len, layout.last))
+        elif layout is not None:
+            most = int(layout.replicas.max())
         busy = count * seconds / max(sum(speeds[i] for i in used), 1e-300)
         pace = busy * max(0, count - most) / count
         fill = seconds if SCHEDULES[schedule].fills_whole else 0.0
         return Floor(max(busy, pace + fill), pace, fill)
 
-    def _searches(self, schedule: str, b: int, layout: DeviceLayout, using: Devices) -> Iterator[LayoutSearch]:
-        """Yield the searches to run. That is one search. Where weight gradients are split off, it is one for each
-        number of devices, on which the microbatches in flight depend.
+    def _searches(
+        self, schedule: str, b: int, place: DeviceLayout | DeviceSets, using: Devices | None
+    ) -> Iterator[StageSearch]:
+        """Yield the searches to run. That is one search. Where weight gradients are split off and memory is limited, it
+        is one for each number of devices, on which the microbatches in flight depend.
 
         There is no search where nothing fits.
         """
-        if not SCHEDULES[schedule].splits:
-            ends = [node for node in range(1, len(layout.last)) if using(layout.placed[node])]
-            if reaches(stages := self._stages(schedule, b, 0), layout, ends):
-                yield LayoutSearch(self.table(b), self.fleet, stages, layout, ends)
+        apart = SCHEDULES[schedule].splits and not self._stages(schedule, b, 0).roomy
+        if isinstance(place, DeviceSets):
+            ends = place.ends(using)
+            for total in range(1, len(self.fleet) + 1) if apart else (0,):
+                within = ends & (place.used == total) if total else ends
+                if within.any():
+                    yield SetSearch(self.table(b), self.fleet, self._stages(schedule, b, total), place, within)
             return
-        totals = sorted({len(placed) for placed in layout.placed if placed})
-        for total in totals if self.everything else totals[-1:]:
-            ends = [node for node, placed in enumerate(layout.placed) if len(placed) == total and using(placed)]
-            if reaches(stages := self._stages(schedule, b, total), layout, ends):
-                yield LayoutSearch(self.table(b), self.fleet, stages, layout, ends)
+        total = max(map(len, place.placed)) if apart else 0
+        nodes = [node for node, placed in enumerate(place.placed) if placed and (using is None or using(placed))]
+        nodes = [node for node in nodes if len(place.placed[node]) == total] if total else nodes
+        if reaches(stages := self._stages(schedule, b, total), place, nodes):
+            yield LayoutSearch(self.table(b), self.fleet, stages, place, nodes)
 
     def _stages(self, schedule: str, b: int, total: int) -> Stages:
         key = (schedule, b, total)

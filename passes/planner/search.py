@@ -70,26 +70,37 @@ def reaches(stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> bool:
 
 
 # A limit that no plan reaches, in seconds; finite, so that sums and differences are.
-_FREE = 1e30
+FREE = 1e30
 
 
-class LayoutSearch:
-    """The search over one schedule, m and layout. `ends` are the nodes at which a plan may end."""
+# An interval of the maximum is wide that is so large a part of the best time.
+_WIDE = 0.04
+# An interval is searched again at once where the last search took at least so much of it away.
+_SHRUNK = 0.2
 
-    def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> None:
-        self.table, self.fleet, self.stages, self.layout = table, fleet, stages, layout
+
+class StageSearch:
+    """The search over one schedule and m. Its dynamic programme, `under` a limit, is that of its kind. It is `complete`
+    where it left nothing out; without, no bound follows from what it did not find."""
+
+    def __init__(self, table: Table, fleet: Fleet, stages: Stages) -> None:
+        self.table, self.fleet, self.stages = table, fleet, stages
         self.schedule, self.count, self.wanted = stages.schedule, stages.count, stages.wanted
         self.row = SCHEDULES[self.schedule]
         self.delayed, self.kept = bool(self.row.delay), float(self.row.eagerness)
-        self.ends = ends
-        self.value = 0.0
+        self.value, self.complete, self.foresees = 0.0, True, False
+        # The best plan so far.
+        self.seen: tuple[PipelinePlan, Judged] | None = None
         self._trips: dict[object, tuple[Floats, Floats]] = {}
-        self.work: list[tuple[LayoutEdge, list[Option], Floats, Floats]] = []
-        zero = np.zeros(table.count + 1)
-        for edge in layout.edges:
-            options = stages.options(edge.devices, edge.later, edge.ahead, edge.ring)
-            if options:
-                self.work.append((edge, options, *(self._boundary(edge.hop) if edge.hop is not None else (zero, zero))))
+
+    def under(self, limit: float, most: float = np.inf) -> PipelinePlan | None:
+        """Return the plan with the least sum (or round trip) whose parts stay below the limit. One with a sum above
+        `most` need not be found."""
+        raise NotImplementedError
+
+    def least_sum(self, limit: float) -> float:
+        """Return what no sum under a limit is below, where the search `foresees` that."""
+        return 0.0
 
     def _boundary(self, hop: Hop) -> tuple[Floats, Floats]:
         """Return round trips and loads of a microbatch at every position."""
@@ -110,79 +121,108 @@ class LayoutSearch:
 
     def any(self) -> tuple[PipelinePlan, Judged] | None:
         """Return a plan that fits into memory, if there is one."""
-        plan = self.under(_FREE)
+        plan = self.under(FREE)
         return None if plan is None else (plan, self._judged(plan))
 
     def _bisect(self, below: float, low: float, tolerance: float) -> Found:
         best = Found(None, None, below)
-        high = below
+        high, proven = below, low
         first = True
         while first or high - low > tolerance * high:
             # The first step tests whether any better plan exists.
-            limit = min(high * (1 - tolerance), _FREE) if first else (low + high) / 2
+            limit = min(high * (1 - tolerance), FREE) if first else (low + high) / 2
             first = False
             plan = self.under(limit)
             if plan is None:
-                if limit == _FREE:
-                    return Found(None, None, np.inf)
+                if limit == FREE:
+                    return Found(None, None, np.inf if self.complete else proven)
                 low = limit
+                proven = low if self.complete else proven
                 continue
             judged = self._judged(plan)
             assert judged.pipe <= limit * (1 + 1e-9), (judged.pipe, limit, plan)
             high = min(judged.pipe, limit)
             if judged.step < best.step:
                 best = Found(plan, judged, 0.0)
-        return Found(best.plan, best.judged, min(low, below))
+        return Found(best.plan, best.judged, min(proven, below))
 
     def _branch(self, below: float, floor: Floor, tolerance: float) -> Found:
         best, bar = Found(None, None, below), below
-        # Intervals (bound, sum, lower end, upper end), the most promising first: plans with a maximum in the interval
-        # add up to at least `sum`.
-        heap: list[tuple[float, float, float, float]] = []
-
-        def enter(total: float, low: float, high: float) -> None:
-            heappush(heap, (max(floor.step, total + low), total, low, high))
+        # Intervals (bound, lower end, upper end) of the maximum, the most promising first.
+        heap: list[tuple[float, float, float]] = []
+        # The least bound of the intervals that were not searched completely.
+        unproven = np.inf
 
         def explore(low: float, high: float) -> None:
-            nonlocal best, bar
-            for last in (False, True):
-                plan = self.under(high)
+            nonlocal best, bar, unproven
+            while high > low:
+                plan = self.under(high, bar * (1 - tolerance) - low)
+                if not self.complete:
+                    unproven = min(unproven, max(floor.step, low + floor.fill))
                 if plan is None:
                     return
-                judged, total = self._judged(plan), self.value
+                judged, total, before = self._judged(plan), self.value, high
                 bar = min(bar, judged.pipe)
                 if judged.step < best.step:
                     best = Found(plan, judged, 0.0)
                 # Plans with a maximum above that of this plan are no better than it, nor those for which maximum and
                 # this sum are too much.
-                reach = min(judged.pipe - total, high)
-                high = min(reach, bar * (1 - tolerance) - total)
-                if high <= low:
-                    return
-                if last or high == reach:
-                    enter(total, low, high)
+                high = min(judged.pipe - total, bar * (1 - tolerance) - total, high)
+                if low < high and before - high < _SHRUNK * (before - low):
+                    middle = (low + high) / 2
+                    heappush(heap, (max(floor.step, total + middle), middle, high))
+                    heappush(heap, (max(floor.step, total + low), low, middle))
                     return
 
-        explore(floor.pace, min(below - floor.fill, _FREE))
+        heappush(heap, (floor.step, floor.pace, min(below - floor.fill, FREE)))
         while heap:
-            bound, total, low, high = heappop(heap)
+            bound, low, high = heappop(heap)
             if bound >= bar * (1 - tolerance):
-                return Found(best.plan, best.judged, min(bound, below))
-            middle = (low + high) / 2
-            if low < middle < high:
-                enter(total, middle, high)
-                explore(low, middle)
-        return Found(best.plan, best.judged, min(bar * (1 - tolerance), below))
+                break
+            if self.foresees and high - low > _WIDE * bar:
+                # Without a search, as one of narrow intervals leaves much more out.
+                middle = (low + high) / 2
+                heappush(heap, (max(bound, middle + self.least_sum(high)), middle, high))
+                heappush(heap, (max(bound, low + self.least_sum(middle)), low, middle))
+            else:
+                explore(low, high)
+        return Found(best.plan, best.judged, min(bar * (1 - tolerance), below, unproven))
 
     def _judged(self, plan: PipelinePlan) -> Judged:
         judged = judge(self.table, self.fleet, plan, self.wanted.base)
         assert not judged.against, (judged.against, plan)
+        if self.seen is None or judged.step < self.seen[1].step:
+            self.seen = plan, judged
         return judged
+
+    def _plan(self, stages: Sequence[StagePlan]) -> PipelinePlan:
+        level = self.wanted.zero if any(len(stage.devices) > 1 for stage in stages) else 0
+        return PipelinePlan(self.schedule, self.table.b, self.count, tuple(stages), level)
+
+    def _stage(
+        self, devices: tuple[int, ...], later: int, ahead: int, option: Option, first: int, last: int
+    ) -> StagePlan:
+        shares = self.stages.shares(devices, later, ahead, option.recompute, first, last)
+        return StagePlan(first, last, devices, shares, option.recompute, option.recompute and self.stages.in_parts)
+
+
+class LayoutSearch(StageSearch):
+    """The search over one layout. `ends` are the nodes at which a plan may end."""
+
+    def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> None:
+        super().__init__(table, fleet, stages)
+        self.layout, self.ends = layout, ends
+        self.work: list[tuple[LayoutEdge, list[Option], Floats, Floats]] = []
+        zero = np.zeros(table.count + 1)
+        for edge in layout.edges:
+            options = stages.options(edge.devices, edge.later, edge.ahead, edge.ring)
+            if options:
+                self.work.append((edge, options, *(self._boundary(edge.hop) if edge.hop is not None else (zero, zero))))
 
     # -------------------------------------------------------------------------------------------- the dynamic programme
 
-    def under(self, limit: float) -> PipelinePlan | None:
-        """Return the plan with the least sum (or round trip) whose parts stay below the limit."""
+    def under(self, limit: float, most: float = np.inf) -> PipelinePlan | None:
+        """Return the plan with the least sum (or round trip) whose parts stay below the limit, whatever its sum."""
         positions = self.table.count + 1
         values = np.full((len(self.layout.last), positions), np.inf)
         values[0, -1] = 0.0
@@ -238,12 +278,6 @@ class LayoutSearch:
         while node:
             number, which, last = (int(x) for x in came_from[node, first])
             edge, options, _, _ = self.work[number]
-            stages.append(self._stage(edge, options[which], first, last))
+            stages.append(self._stage(edge.devices, edge.later, edge.ahead, options[which], first, last))
             node, first = edge.source, last
-        level = self.stages.wanted.zero if any(len(stage.devices) > 1 for stage in stages) else 0
-        return PipelinePlan(self.schedule, self.table.b, self.count, tuple(stages), level)
-
-    def _stage(self, edge: LayoutEdge, option: Option, first: int, last: int) -> StagePlan:
-        stages, devices = self.stages, edge.devices
-        shares = stages.shares(devices, edge.later, edge.ahead, option.recompute, first, last)
-        return StagePlan(first, last, devices, shares, option.recompute, option.recompute and stages.in_parts)
+        return self._plan(stages)

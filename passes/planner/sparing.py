@@ -28,16 +28,18 @@ def without_little_help(chain: Chain, fleet: Fleet, wanted: PlanRequest, chosen:
     keep = sorted(chosen.plan.devices)
     schedule, step = chosen.plan.schedule, chosen.step
     wanted = replace(wanted, schedules=(schedule,), tolerance=max(wanted.tolerance, _TOLERANCE))
+    planner = Planner(chain, fleet, wanted)
     while len(fleet) <= _MOST:
         tries = []
         part = fleet.only(keep)
         for group in part.classes():
             mine = [keep[i] for i in group if keep[i] in chosen.plan.devices]
             left = [i for i in keep if not mine or i != mine[-1]]
-            if mine and left and (outcome := Planner(chain, fleet.only(left), wanted).best(schedule)) is not None:
-                tries.append((outcome.step, mine[-1], left, outcome))
+            if mine and left:
+                outcome = planner.on(fleet.only(left)).best(schedule, below=step * (1 + LITTLE))
+                tries += [(outcome.step, mine[-1], left, outcome)] if outcome is not None else []
         best = min(tries, key=lambda row: row[0], default=None)
-        if best is None or best[0] > step * (1 + LITTLE):
+        if best is None:
             break
         shorter_step, device, keep, outcome = best
         notes.append(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -76,6 +77,18 @@ class Stages:
         self._found: dict[tuple[object, ...], list[Option]] = {}
         self._fitting: dict[tuple[object, ...], Bools] = {}
 
+    @cached_property
+    def roomy(self) -> bool:
+        """Return whether every device has room for the whole model with all microbatches of a batch in flight. Then
+        memory is no limit, whatever the plan."""
+        most = [
+            self._most_in_flight(kind, False, replicas)
+            for kind in dict.fromkeys(self.kinds)
+            for replicas in (1, 2)
+            if self.fleet.devices[kind].memory is not None
+        ]
+        return all(bool((room[self.allowed[0]] >= self.count).all()) for room in most)
+
     def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option]:
         """Return the ways to run a stage on these devices, with `later` devices in later stages and `ahead` forwards in
         hand."""
@@ -110,6 +123,39 @@ class Stages:
             fits = [self._fits(kinds, warm, full, recompute) for recompute in self._recomputations()]
             self._fitting[key] = np.logical_or.reduce(fits)
         return self._fitting[key]
+
+    def least(self, devices: Sequence[int], ring: Ring) -> tuple[Floats, Floats]:
+        """Return for every range of layers what no stage on these devices is below, wherever it stands and whatever its
+        messages take: pace and cost. Microbatches of unequal replicas may be divided here."""
+        kinds = tuple(self.kinds[i] for i in devices)
+        replicas, warm = len(kinds), self.row.warm_up(0)
+        full = self.row.in_flight(self.count, warm, 0, replicas)
+        paces, costs = (np.full(self.allowed[0].shape, np.inf) for _ in range(2))
+        for recompute in self._recomputations():
+            rows = [self._times(kind, recompute) for kind in dict.fromkeys(kinds)]
+            if len(rows) == 1:
+                pace = (-(-self.count // replicas) - self._head) * rows[0][0]
+            else:
+                together = np.add.reduce([1.0 / np.maximum(self._times(kind, recompute)[0], 1e-30) for kind in kinds])
+                pace = max(self.count - self._head * replicas, 0) / together
+            pace = pace + _most([row[2] for row in rows])
+            cost = _most([row[0] for row in rows])
+            if self.row.splits:
+                weight = 2 * _most([row[1] for row in rows])
+                pace, cost = pace + weight, np.maximum(cost - weight, 0.0)
+            if replicas > 1:
+                summing = ring.fixed + ring.each * self.grads
+                pace = np.maximum(pace, summing) if self.row.delay else pace + summing
+            fits = self._fits(kinds, warm, full, recompute)
+            paces = np.where(fits, np.minimum(paces, pace), paces)
+            costs = np.where(fits, np.minimum(costs, cost), costs)
+        return paces, costs
+
+    def least_sum(self, kind: int) -> Floats:
+        """Return by how much each layer makes the sum over stages longer, at least, where it is on such a device."""
+        forward, backward, weight, _, _ = self.table.times(self.fleet.devices[kind])
+        sums = forward + backward - (2 * weight if self.row.splits else 0.0)
+        return np.diff(sums)
 
     def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option]:
         options: list[Option] = []
@@ -187,6 +233,10 @@ class Stages:
         self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
     ) -> tuple[Option | None, bool]:
         allowed = self.allowed[1]
+        least = self.row.least_share(warm)
+        key = (kinds, ring.fixed, ring.each, recompute, least)
+        if key in self._equals:
+            return self._equals[key], True
         rows = [self._times(kind, recompute) for kind in kinds]
         held = self.most_shares(kinds, full, recompute)
         everywhere = all(bool((room[allowed] >= self.count).all()) for room in held)
@@ -194,12 +244,13 @@ class Stages:
         if not fits.any():
             return None, everywhere
         each = np.stack([row[0][fits] for row in rows])
-        shares = _shares(
-            each, np.stack([room[fits] for room in held]), self.row.least_share(warm), self.count, self._head
-        )
+        shares = _shares(each, np.stack([room[fits] for room in held]), least, self.count, self._head)
         slowest = np.full(allowed.shape, np.inf)
         slowest[fits] = ((shares - self._head) * each).max(0)
-        return self._priced(slowest, rows, len(kinds), ring, recompute), everywhere
+        option = self._priced(slowest, rows, len(kinds), ring, recompute)
+        if self.roomy:
+            self._equals[key] = option
+        return option, everywhere
 
     def _priced(
         self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool

@@ -13,9 +13,9 @@ from penstock.commands.parser import main
 from penstock.doctor import local
 from penstock.doctor.kernels import Rates
 from penstock.doctor.local import LocalRates, measured_cluster
-from penstock.ir.cluster.cluster import MEASURED, Cluster, Device
+from penstock.ir.cluster.cluster import MEASURED, Cluster, Device, LinkClass
 from penstock.models import write_mlp
-from penstock.planning.facts import sources_of
+from penstock.planning.facts import sources_of, sources_of_links
 from penstock.support.errors import PenstockError, UsageError
 
 MEASURE = local._measured
@@ -190,6 +190,21 @@ def test_sources_of_figures_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(Cluster((Device("a", bandwidth=3e10, source=MEASURED),)).to_toml())
     assert sources_of(Cluster.load(path).devices[0])["measured"] == ["memory"]
+
+
+def test_links_are_measured_where_all_their_devices_are() -> None:
+    """One measured device makes no link a measured one."""
+    classes = tuple(LinkClass(kind, 1e9, 1e-4) for kind in ("same-host", "other-host"))
+
+    def sources(*hosts: tuple[str, str]) -> dict[str, str]:
+        devices = tuple(Device(f"d{i}", host=host, source=source) for i, (host, source) in enumerate(hosts))
+        return sources_of_links(Cluster(devices, classes=classes))
+
+    mixed = sources(("a", MEASURED), ("a", MEASURED), ("b", ""))
+    assert mixed == {"same-host": "measured", "other-host": "given", "host-to-device": "assumed"}
+    assert sources(("a", MEASURED), ("a", ""))["same-host"] == "given"
+    assert sources(("a", MEASURED), ("b", MEASURED))["other-host"] == "measured"
+    assert sources(("a", MEASURED))["same-host"] == "measured"
 
 
 @pytest.mark.slow

@@ -45,7 +45,9 @@ class Search:
     @cached_property
     def what_if(self) -> list[PlanChange]:
         """Plans with one change in the request, or in the devices of the plan that was chosen, all the best by the
-        formulas."""
+        formulas; none after an interrupt."""
+        if self.result.stopped:
+            return []
         others = {}
         if self.in_bf16 is not None and (chain := self.in_bf16().chain).sizes == self.profile.chain.sizes:
             others["in bfloat16"] = chain

@@ -220,7 +220,8 @@ def argument(search: Search) -> Iterator[str]:
             f"planner: under {plan.schedule} gradients are one update late, which is not what plain training "
             "computes; --schedule 1f1b is"
         )
-    yield from (f"planner: {name} helps: {reason}" for name, reason in helping(result.planner, chosen))
+    if not result.stopped:
+        yield from (f"planner: {name} helps: {reason}" for name, reason in helping(result.planner, chosen))
     yield from (f"planner: left out: {line}" for line in search.little)
     if search.plan.devices == result.best.plan.devices:
         yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
@@ -255,6 +256,9 @@ def _packs(search: Search) -> Iterator[str]:
 
 def _changes(search: Search, usual: float) -> Iterator[str]:
     """Yield the steps with one setting changed, a line each, against the `usual` one."""
+    if search.result.stopped:
+        yield "planner: stopped by an interrupt: this is the best plan until then, and others were not compared with it"
+        return
     # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
     yield f"planner: with one thing changed in what was given, by its formulas, against {shown_seconds(usual)}:"
     for change in search.what_if:
@@ -273,10 +277,12 @@ def _bound(search: Search) -> str:
     chosen = search.chosen
     best = search.result.outcomes.get(chosen.plan.schedule, chosen)
     if best.step < chosen.step:
-        return "not the fastest by these"
+        above = chosen.step / best.bound - 1 if best.bound else 0.0
+        return "not the fastest by these" + (f", at most {above:.1%} above the best of all" if best.bound else "")
     if chosen.proven(search.result.wanted.tolerance):
         return f"by these no plan of {chosen.plan.schedule} for what was given is faster"
-    least = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"
+    above = chosen.step / chosen.bound - 1 if chosen.bound else float("inf")
+    least = f"no plan takes less than {shown_seconds(chosen.bound)}, so it is at most {above:.1%} above the best"
     return least + (
         ""
         if chosen.layout.complete

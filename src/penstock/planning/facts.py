@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.cluster.cluster import CLASSES, MEASURED, THREAD_FLOPS, Device
+from penstock.ir.cluster.cluster import CLASSES, MEASURED, THREAD_FLOPS, Cluster, Device, class_between
 from penstock.ir.cluster.gpus import usual_settings
 from penstock.ir.graph import Module
 from penstock.passes.communicate.wire import WireOptions
@@ -65,12 +66,24 @@ def rates_facts(module: Module) -> dict[str, Any]:
     """Return the sources of the figures of every device, and of the classes of links."""
     cluster = module.cluster
     assert cluster is not None
-    measured = any(device.source for device in cluster.devices)
-    known = {c.kind: MEASURED if measured else _GIVEN for c in cluster.classes}
     return {
         "devices": {device.name: sources_of(device) for device in cluster.devices},
-        "links": {kind: known.get(kind, ASSUMED) for kind in CLASSES},
+        "links": sources_of_links(cluster),
     }
+
+
+def sources_of_links(cluster: Cluster) -> dict[str, str]:
+    """Return the source of the rates of every class of links. Those of a file are measured where all devices are that
+    such links connect."""
+    known = {c.kind: MEASURED if _are_measured(cluster.devices, c.kind) else _GIVEN for c in cluster.classes}
+    return {kind: known.get(kind, ASSUMED) for kind in CLASSES}
+
+
+def _are_measured(devices: Sequence[Device], kind: str) -> bool:
+    """Return whether the rates of all devices that links of a class connect were measured; where there is none, those
+    of all devices."""
+    ends = [device for pair in combinations(devices, 2) if class_between(*pair) == kind for device in pair]
+    return all(device.source for device in ends or devices)
 
 
 def describe_plan(

@@ -141,12 +141,8 @@ class _Searching:
                 if (plan := self._first(best, [(result.best.plan.schedule, result.best, [])])) is not None:
                     return plan
             raise
-        spared = {
-            kind: without_little_help(profile.chain, result.fleet, wanted, outcome)
-            for kind, outcome in result.outcomes.items()
-        }
-        refined = self._refined(result, spared)
-        packs = self._packs(result, refined)
+        spared, refined = self._improved(profile, result, wanted)
+        packs = {} if result.stopped else self._packs(result, refined)
         fastest = min(refined.values(), key=lambda one: one.step) if refined else None
         chosen = result.best if fastest is None else fastest.outcome
         outline = Search(profile, result, chosen, {}, refined=refined, packs=packs)
@@ -193,6 +189,24 @@ class _Searching:
         is_f32 = (self.options.precision or self.training.precision) == "f32"
         in_bf16 = (lambda: self._profile("bf16", search.profile.chain.sizes)) if is_f32 else None
         return replace(search, chosen=chosen, refused=reasons, in_bf16=in_bf16, **changes)
+
+    def _improved(
+        self, profile: Profile, result: Result, wanted: PlanRequest
+    ) -> tuple[dict[str, tuple[Outcome, list[str]]], dict[str, Refined]]:
+        """Return the plan of every schedule without devices that help little, and the best near it by simulation. After
+        an interrupt the plans stay as they are."""
+        spared: dict[str, tuple[Outcome, list[str]]] = {kind: (best, []) for kind, best in result.outcomes.items()}
+        refined: dict[str, Refined] = {}
+        try:
+            if not result.stopped:
+                for kind, outcome in result.outcomes.items():
+                    spared[kind] = without_little_help(profile.chain, result.fleet, wanted, outcome)
+                refined = self._refined(result, spared)
+        except KeyboardInterrupt:
+            result.planner.stopped = True
+        if result.stopped:
+            self.feedback.say("interrupted: going on with the best plan so far")
+        return spared, refined
 
     def _refined(self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]) -> dict[str, Refined]:
         """Return the best plan of every schedule by simulation, where it is small enough for that."""

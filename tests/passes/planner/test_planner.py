@@ -131,7 +131,7 @@ def reached_and_found(seed: int) -> list[tuple[bool, bool]]:
         for schedule in [s for s in TRAINING if (s, recompute) != ("zb-1f1b", "parts")]:
             for b in wanted.microbatch_sizes():
                 stages = planner._stages(schedule, b, len(fleet))
-                for layout in planner.layouts():
+                for layout in planner._rows(planner.speeds(planner.table(b))):
                     ends = list(range(1, len(layout.last)))
                     found.append(
                         (
@@ -219,7 +219,7 @@ def test_nics_of_several_stages() -> None:
 
 def test_larger_fleets_in_rows_stay_between_bound_and_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The restricted search, on instances small enough for the whole one: never better, and never below its bound."""
-    monkeypatch.setattr("penstock.passes.planner.planner._EXHAUSTIVE", 0)
+    monkeypatch.setattr("penstock.passes.planner.layouts._MOST_DEVICES", 0)
     equal = 0
     for seed in range(80):
         chain, fleet, wanted = draw(seed)
@@ -433,7 +433,7 @@ def test_few_microbatches_make_2bw_shallow() -> None:
 
 
 def test_candidates_are_plans_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.passes.planner.planner._EXHAUSTIVE", 0)
+    monkeypatch.setattr("penstock.passes.planner.layouts._MOST_DEVICES", 0)
     fleet = fleet_of(equal_hosts(2, 4, Device("", flops=1e6, bandwidth=1e12), (1e9, 0.0), (1e5, 0.0)))
     planner = Planner(equal_chain(8, params=100), fleet, PlanRequest(16, ("2bw",)))
     found, best = planner.candidates("2bw", 1.5), planner.best("2bw")

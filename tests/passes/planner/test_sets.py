@@ -1,0 +1,167 @@
+"""Plans of unequal devices: against looking at every plan, against a search for free links, cut short, and interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import numpy as np
+import pytest
+
+from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
+from penstock.ir.schedule_names import TRAINING
+from penstock.passes.planner.argue import plan_chain
+from penstock.passes.planner.chain import Chain
+from penstock.passes.planner.cost import judge
+from penstock.passes.planner.fleet import Fleet, fleet_of
+from penstock.passes.planner.layouts import DeviceSets
+from penstock.passes.planner.plan import PlanRequest
+from penstock.passes.planner.planner import Planner
+from penstock.passes.planner.set_search import SetSearch
+
+from .brute import best_of_all
+from .drawn import draw_chain, draw_fleet
+
+
+def unequal(rng: Random, count: int, latency: float = 1e-4) -> Fleet:
+    """Devices of which no two are alike, on hosts of their own with equal links."""
+    devices = tuple(Device(f"d{i}", host=f"h{i}", flops=1e9 * (1 + rng.random() * 3)) for i in range(count))
+    return fleet_of(Cluster(devices, classes=(LinkClass("other-host", 1e8 if latency else 1e24, latency),)))
+
+
+def draw(seed: int) -> tuple[Chain, Fleet, PlanRequest]:
+    rng = Random(1000 + seed)
+    chain = draw_chain(rng, rng.randint(2, 4))
+    fleet = unequal(rng, 4) if rng.random() < 0.5 else draw_fleet(rng, 4, nics=False)
+    schedule = rng.choice(TRAINING)
+    return chain, fleet, PlanRequest(rng.choice([4, 6]), (schedule,), sizes=(1, 2), tolerance=1e-11)
+
+
+CASES = [draw(seed) for seed in range(24)]
+BEST = [best_of_all(chain, fleet, wanted, wanted.schedules[0]) for chain, fleet, wanted in CASES]
+
+
+def steps() -> list[tuple[float, float, bool]]:
+    """Step, bound and whether the plan is proven, of every case."""
+    found = []
+    for chain, fleet, wanted in CASES:
+        outcome = Planner(chain, fleet, wanted).best(wanted.schedules[0])
+        found.append((inf, inf, True) if outcome is None else (outcome.step, outcome.bound, outcome.proven(1e-9)))
+    return found
+
+
+def test_plans_of_unequal_devices_equal_looking_at_every_plan() -> None:
+    for (step, _, proven), best in zip(steps(), BEST, strict=True):
+        assert step == pytest.approx(best, rel=1e-9)
+        assert proven
+
+
+def test_control_of_a_bound_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were devices said to reach one layer less, plans would be missed."""
+    reached = DeviceSets.reached
+    monkeypatch.setattr(DeviceSets, "reached", lambda self, reach: np.maximum(reached(self, reach) - 1, 0))
+    assert any(step > best * (1 + 1e-9) for (step, _, _), best in zip(steps(), BEST, strict=True))
+
+
+def test_control_of_a_sum_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = DeviceSets.sums
+    monkeypatch.setattr(DeviceSets, "sums", lambda self, each: 1.5 * sums(self, each))
+    assert any(step > best * (1 + 1e-9) for (step, _, _), best in zip(steps(), BEST, strict=True))
+
+
+@pytest.mark.parametrize("limit", ["set_search._STATES", "layouts._MOST_PAIRS"])
+def test_what_is_left_out_is_not_said_to_be_proven(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few states, and with few groups of devices: no plan is better than the best, and no bound is above it."""
+    monkeypatch.setattr(f"penstock.passes.planner.{limit}", 2)
+    monkeypatch.setattr("penstock.passes.planner.set_search._FEW_STATES", 2)
+    found = steps()
+    for (step, bound, proven), best in zip(found, BEST, strict=True):
+        assert bound * (1 - 1e-9) <= best <= step * (1 + 1e-9) or bound == step == inf
+        if proven and step < inf:
+            assert step == pytest.approx(best, rel=1e-9)
+    assert not all(proven for _, _, proven in found)
+
+
+def slowest_of_free_links(times: np.ndarray) -> float:
+    """The least time of the slowest stage, one device each in any order: for limits, how far each set of devices gets."""
+    sums = np.concatenate([np.zeros((len(times), 1)), np.cumsum(times, 1)], 1)
+    layers, full = times.shape[1], 1 << len(times)
+
+    def enough(limit: float) -> bool:
+        reach = np.array([np.searchsorted(row, row + limit * (1 + 1e-12), "right") - 1 for row in sums])
+        far = np.zeros(full, int)
+        for used in range(1, full):
+            far[used] = max(reach[d][far[used ^ (1 << d)]] for d in range(len(times)) if used >> d & 1)
+        return bool(far[-1] == layers)
+
+    limits = sorted({float(row[z] - row[a]) for row in sums for a in range(layers) for z in range(a + 1, layers + 1)})
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(limits[middle]) else (middle + 1, high)
+    return limits[low]
+
+
+@pytest.mark.parametrize("count", [7, 9])
+def test_single_devices_on_free_links_equal_a_search_for_the_slowest_stage(count: int) -> None:
+    rng = Random(count)
+    chain, fleet = draw_chain(rng, 12), unequal(rng, count, latency=0.0)
+    chain = replace(chain, layers=tuple(replace(layer, cut=True) for layer in chain.layers))
+    wanted = PlanRequest(64, ("2bw",), sizes=(1,), replicas=1, tolerance=1e-9)
+    planner = Planner(chain, fleet, wanted)
+    found = planner.best("2bw")
+    assert found is not None
+    table = planner.table(1)
+    rows = [table.times(device) for device in fleet.devices]
+    times = np.stack([64 * np.diff(forward + backward) + np.diff(update) for forward, backward, _, _, update in rows])
+    assert found.step == pytest.approx(slowest_of_free_links(times), rel=1e-6)
+    assert found.proven(1e-6)
+
+
+def test_sixteen_unequal_devices_are_proven_without_replicas() -> None:
+    rng = Random(16)
+    found = Planner(draw_chain(rng, 20), unequal(rng, 16), PlanRequest(32, sizes=(1,), replicas=1)).best("2bw")
+    assert found is not None
+    assert found.proven(1e-4)
+
+
+def test_the_same_devices_give_the_same_plan() -> None:
+    chain, fleet, wanted = CASES[0]
+    plans = [Planner(chain, fleet, wanted).best(wanted.schedules[0]) for _ in range(2)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[0].plan == plans[1].plan
+
+
+@pytest.mark.parametrize("after", [1, 3, 8])
+def test_an_interrupt_keeps_the_best_plan_until_then(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = Random(5)
+    chain, fleet = draw_chain(rng, 6), unequal(rng, 5)
+    wanted = PlanRequest(16, ("1f1b", "2bw"))
+    whole = plan_chain(chain, fleet, wanted)
+    seen, under = [], SetSearch._judged
+
+    def judged(self: SetSearch, plan: object) -> object:
+        if len(seen) == after:
+            raise KeyboardInterrupt
+        seen.append(plan)
+        return under(self, plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SetSearch, "_judged", judged)
+    part = plan_chain(chain, fleet, wanted)
+    assert part.stopped
+    assert not whole.stopped
+    best = part.outcomes["1f1b"]
+    assert not judge(part.planner.table(best.plan.size), fleet, best.plan).against
+    assert best.bound <= whole.outcomes["1f1b"].step * (1 + 1e-9) <= best.step * (1 + 2e-4)
+
+
+def test_an_interrupt_before_the_first_plan_ends_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: SetSearch, plan: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SetSearch, "_judged", interrupted)
+    chain, fleet, wanted = CASES[0]
+    with pytest.raises(KeyboardInterrupt):
+        plan_chain(chain, fleet, wanted)
