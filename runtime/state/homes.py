@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -184,6 +184,9 @@ class HomedItem:
         if self._memory is not None:
             raise VerifyError("is on the device already", where=self._where)
         self._memory = mmap.mmap(-1, self.image.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Memory is new each time, and large pages come faster. A system that has none refuses the advice.
+        with suppress(OSError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensors = self._cut(self._memory)
         if filled:
             self._coming = _Copying(text, self._lanes.begin(COPY_IN, self._home.read, self._memory))
