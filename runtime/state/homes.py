@@ -204,6 +204,11 @@ class HomedItem:
             raise VerifyError("is to be copied out, and is not on the device", where=self._where)
         self._leaving = _Copying(text, self._lanes.begin(COPY_OUT, self._home.write, self._memory))
 
+    def settle(self) -> None:
+        """Wait until what was copied out is at home; an error of the copy is raised here."""
+        if self._leaving is not None:
+            self._leaving.times.result()
+
     def let_go(self) -> None:
         """Give its memory back, once it is at home."""
         self.wait()
@@ -232,7 +237,9 @@ class HomedItem:
         return self._tensors[name] if self._tensors else self._cut(self._home.mapped())[name]
 
     def apart(self) -> dict[str, torch.Tensor]:
-        """Return all variables as they are at home now, in a copy that nothing changes."""
+        """Return all variables as they are at home, in a copy that nothing changes. What is on its way there is waited
+        for: a run ends with it."""
+        self.settle()
         return self._cut(self._home.copied().mapped())
 
     def _cut(self, memory: mmap.mmap) -> dict[str, torch.Tensor]:

@@ -326,6 +326,11 @@ class Store:
         if self.item is not None:
             self.item.wait()
 
+    def settle(self) -> None:
+        """Wait for copies of the item to its home."""
+        if self.item is not None:
+            self.item.settle()
+
     def _homed(self) -> HomedItem:
         if self.item is None:
             raise VerifyError("nothing has a home that could be moved")

@@ -242,6 +242,8 @@ class Executor:
         self.status.show(None)
         self.transport.flush()
         for stage in self.stages.values():
+            # An error of the last copy would be raised by an action that no batch follows.
+            stage.store.settle()
             assert not stage.store.values or not stage._drops, f"values are left over: {stage.store.values.keys()}"
 
     def begin(self, feed: Feed) -> None:

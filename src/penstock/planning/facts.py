@@ -16,6 +16,7 @@ from penstock.passes.communicate.wire import WireOptions
 from penstock.passes.costs.prices import EFFICIENCY
 from penstock.passes.manager import Call, print_pipeline
 from penstock.passes.memory.lifetimes import memory_table
+from penstock.passes.memory.offload import OffloadOptions
 from penstock.passes.memory.recompute import RecomputeOptions
 from penstock.passes.rewrite.precision import PrecisionOptions
 from penstock.passes.sharding.replicas.zero import ZeroOptions
@@ -24,6 +25,7 @@ from penstock.passes.simulator.forecast import binding
 
 from .choice import Search, compare, passed_over
 from .hints import stage_starts
+from .options import OFFLOADS
 from .predict import Predicted
 
 # For more devices than these a bundle's plan has no `what_if`: each change is planned anew.
@@ -103,6 +105,7 @@ def describe_plan(
         ),
         "wire": next((call.options.dtype for call in calls if isinstance(call.options, WireOptions)), "f32"),
         "recompute": next((call.options.mode for call in calls if isinstance(call.options, RecomputeOptions)), "none"),
+        **_offload_facts(module, calls),
         **_mesh_facts(calls),
         "stages": [
             {
@@ -137,6 +140,16 @@ def _mesh_facts(calls: Sequence[Call]) -> dict[str, Any]:
     # Stages with unlike numbers of replicas have no mesh in common: their devices say it.
     placed = next((call.options.mesh for call in calls if call.name == "partition"), options.mesh)
     return {**({"mesh": placed} if placed else {}), "shard": list(options.given), **zero}
+
+
+def _offload_facts(module: Module, calls: Sequence[Call]) -> dict[str, Any]:
+    """Return what has its home in another memory space, and which: a folder, or the name of a space of the cluster."""
+    options = next((call.options for call in calls if isinstance(call.options, OffloadOptions)), None)
+    if options is None or module.cluster is None:
+        return {}
+    named = [space for space in module.cluster.spaces if options.space in ("", space.name)]
+    folder = named[0].path if named and "/" in named[0].path else ""
+    return {"offload": OFFLOADS[1], "spill": folder or options.space}
 
 
 def predicted_facts(predicted: Predicted) -> dict[str, Any]:

@@ -19,6 +19,9 @@ FOLDER_PREFIX = "hf:"
 # The bits of weights by their names.
 WEIGHTS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
+# What may be in another memory space between its uses.
+OFFLOADS = ("none", "state")
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -95,7 +98,7 @@ class PlanOptions:
         "none",
         "what is in another memory space between its uses: nothing, or the optimiser state of ranks that run several "
         "stages (--packs), of which one stage's is on the device at once (default: none)",
-        choices=("none", "state"),
+        choices=OFFLOADS,
         rare=True,
     )
     spill: str = setting(

@@ -2,16 +2,16 @@
 
 In: a path. Out: options of `ps.plan`.
 
-Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute`, `mesh`, `shard` and of
-every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the model (nothing for the first
-stage). With a mesh there is a share for each of its replicas.
+Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute`, `offload`, `spill`,
+`mesh`, `shard`, `zero` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
+model (nothing for the first stage). With a mesh there is a share for each of its replicas.
 Everything else in such a file says what was predicted, and is not read. All problems are reported in one error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.passes.communicate.wire import WIRES
 from penstock.passes.memory.recompute import MODES
 from penstock.passes.rewrite.precision import PRECISIONS
-from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs
 from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
+
+from .options import OFFLOADS
 
 _READ = (
     "schedule",
@@ -32,12 +34,20 @@ _READ = (
     "precision",
     "wire",
     "recompute",
+    "offload",
+    "spill",
     "mesh",
     "shard",
     "zero",
     "stages",
 )
 _TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted", "rates")
+_CHOICES: dict[str, Iterable[str]] = {
+    "recompute": MODES,
+    "precision": PRECISIONS,
+    "wire": WIRES,
+    "offload": OFFLOADS,
+}
 _STAGE = ("stage", "starts_at", "devices", "shares")
 
 
@@ -59,8 +69,11 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
     schedule = content.get("schedule", "1f1b")
     if schedule not in [*SCHEDULES, *PACK_SCHEDULES]:
         problems.append(f"schedule {schedule!r} is none of {', '.join([*SCHEDULES, *PACK_SCHEDULES])}")
-    if content.get("recompute", "auto") not in MODES:
-        problems.append(f"recompute {content['recompute']!r} is none of {', '.join(MODES)}")
+    problems += [
+        f"{name} {content[name]!r} is none of {', '.join(words)}"
+        for name, words in _CHOICES.items()
+        if name in content and content[name] not in list(words)
+    ]
     count = content.get("microbatches", 1)
     counts = type(count) is int and 1 <= count <= MOST_MICROBATCHES
     if not counts:
@@ -68,19 +81,10 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
     samples = content.get("samples_per_microbatch")
     if samples is not None and (type(samples) is not int or not 1 <= samples < 2**31):
         problems.append(f"samples_per_microbatch must be a number from 1 on, got {samples!r}")
-    if content.get("precision", "f32") not in PRECISIONS:
-        problems.append(f"precision {content['precision']!r} is none of {', '.join(PRECISIONS)}")
-    if content.get("wire", "f32") not in list(WIRES):
-        problems.append(f"wire {content['wire']!r} is none of {', '.join(WIRES)}")
+    if not isinstance(content.get("spill", ""), str):
+        problems.append(f"spill must be a folder or the name of a memory space, got {content['spill']!r}")
     replicas = _replicas(content, problems)
-    stages = content.get("stages", [])
-    if (
-        not isinstance(stages, list)
-        or not all(isinstance(stage, dict) for stage in stages)
-        or ("stages" in content and not stages)
-    ):
-        problems.append("stages must be a list of objects, one or more")
-        stages = []
+    stages = _listed_stages(content, problems)
     for number, stage in enumerate(stages):
         problems += [
             f"stage {number}: {problem}"
@@ -88,7 +92,7 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         ]
     packed = schedule in list(PACK_SCHEDULES)
     problems += _device_problems(stages, devices, packed)
-    problems += _pack_problems(schedule, stages) if packed and not problems else []
+    problems += _pack_problems(schedule, stages, count) if packed and not problems else []
     if problems:
         raise UsageError("the plan has problems:" + itemised(problems), where=str(path))
     options = {
@@ -99,8 +103,20 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         **_placed(stages, count, packed),
     }
     return options | {
-        name: content[name] for name in ("precision", "wire", "mesh", "shard", "zero") if name in content
+        name: content[name]
+        for name in ("precision", "wire", "mesh", "shard", "zero", "offload", "spill")
+        if name in content
     }, samples
+
+
+def _listed_stages(content: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    """Return the stages, none where they are no list of objects, which is added to the problems."""
+    stages = content.get("stages", [])
+    if isinstance(stages, list) and all(isinstance(stage, dict) for stage in stages):
+        if stages or "stages" not in content:
+            return stages
+    problems.append("stages must be a list of objects, one or more")
+    return []
 
 
 def _replicas(content: dict[str, Any], problems: list[str]) -> int | None:
@@ -139,7 +155,7 @@ def _ranks_of(stages: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for stage in stages for name in stage["devices"]))
 
 
-def _pack_problems(schedule: str, stages: list[dict[str, Any]]) -> list[str]:
+def _pack_problems(schedule: str, stages: list[dict[str, Any]], count: int) -> list[str]:
     """List what is wrong with the devices of stages under a schedule for packs: each device has as many stages, dealt
     in the order of the schedule."""
     ranks, kind = _ranks_of(stages), PACK_SCHEDULES[schedule]
@@ -147,7 +163,13 @@ def _pack_problems(schedule: str, stages: list[dict[str, Any]]) -> list[str]:
         return [f"schedule {schedule} has one device for every stage"]
     if len(stages) % len(ranks):
         return [f"{len(stages)} stages cannot be dealt out evenly to {len(ranks)} devices"]
+    if len(stages) == len(ranks):
+        return [f"schedule {schedule} has several stages on a device, here each has one"]
     packs = kind.packs(len(ranks), len(stages) // len(ranks))
+    try:
+        build_packs(schedule, packs, count)
+    except UsageError as error:
+        return [error.what]
     wanted = {stage: name for name, dealt in zip(ranks, packs, strict=True) for stage in dealt}
     return [
         f"stage {number}: under {schedule} it is on {wanted[number]}, not on {stage['devices'][0]}"

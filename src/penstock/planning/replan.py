@@ -13,7 +13,10 @@ stage. Where to cut is searched for again, and shares are dealt again. Checkpoin
 With tensors that are split over a mesh, a team of devices takes the place of one device: the product of all axes but
 `dp`. Stages keep what they have left where that makes as many whole teams of each. Else each team gets a stage; where
 devices do not make whole teams, axes become shorter by a common divisor, which may be 1. Levels 2 and 3 of zero need
-equal shares; where shares become unequal, the level becomes 1. Where a device has several stages, it keeps as many.
+equal shares; where shares become unequal, the level becomes 1.
+
+Where a device has several stages, it keeps as many. Where the schedule cannot deal the microbatches to so few devices,
+each device gets one stage under 1f1b, which computes the same, and nothing moves between memory spaces.
 
 The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use
 for them.
@@ -40,10 +43,12 @@ from penstock.backends.bundle.format import NAMES, SOURCE, Bundle, Origin, open_
 from penstock.backends.interface import CompileOptions
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import REPLICAS
+from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.partition.devices import Axes, StageDevices, mesh_axes
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import fair_shares
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import counted
 
@@ -117,10 +122,11 @@ def _shorter(axes: Axes, devices: int) -> Axes:
 def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> list[Call]:
     """Return the passes from `partition` on, for other devices."""
     assert bundle.module.schedule is not None
+    packed = _packs(bundle, len(placed.groups))
     # A device with several stages runs all microbatches of each.
     dealt = [
         fair_shares([team.flops for team in teams], bundle.module.schedule.microbatches)
-        for teams in ([] if bundle.module.packs else placed.teams())
+        for teams in ([] if packed else placed.teams())
     ]
     shares = tuple(share for of_stage in dealt for share in of_stage)
     partitioned: dict[str, Any] = {
@@ -131,10 +137,28 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
         "mesh": ",".join(f"{axis}={size}" for axis, size in placed.axes),
     }
     changes: dict[str, dict[str, Any]] = {"partition": partitioned, "schedule": {"shares": shares}}
+    if bundle.module.packs and not packed:
+        partitioned |= {"packs": 1, "folded": False, "schedule": SYNCHRONOUS[0]}
+        changes["schedule"]["kind"] = SYNCHRONOUS[0]
+        calls = [call for call in calls if call.name != "offload"]
     if any(len({*of_stage}) > 1 for of_stage in dealt):
         # Replicas with unequal shares cannot meet in every microbatch.
         changes["zero"] = {"level": 1}
     return [Call(call.name, replace(call.options, **changes.get(call.name, {}))) for call in calls]
+
+
+def _packs(bundle: Bundle, devices: int) -> bool:
+    """Return whether so many devices can have several stages each, as those of the bundle do: some schedules deal
+    microbatches in equal groups."""
+    module, schedule = bundle.module, bundle.module.schedule
+    if not module.packs or schedule is None:
+        return False
+    packs = PACK_SCHEDULES[schedule.name].packs(devices, len(module.packs[0]))
+    try:
+        build_packs(schedule.name, packs, schedule.microbatches)
+    except UsageError:
+        return False
+    return True
 
 
 def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, placed: StageDevices) -> str:
@@ -146,7 +170,9 @@ def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, plac
     lower = "" if levels[0] == levels[1] else f", level {levels[1]} of zero as shares are unequal"
     packs = next(call.options.packs for call in after if call.name == "partition")
     stages = f"{counted(len(placed.groups), 'stage')} on {used}" if packs == 1 else f"{packs} stages on each of {used}"
-    return f"{stages}, schedule {schedule.name} with {counted(schedule.microbatches, 'microbatch')}{lower}"
+    kind = next(call.options.kind for call in after if call.name == "schedule")
+    other = "" if kind == schedule.name else f", as {schedule.name} cannot deal them to packs"
+    return f"{stages}, schedule {kind} with {counted(schedule.microbatches, 'microbatch')}{other}{lower}"
 
 
 def _end_with(parent: int) -> None:

@@ -135,7 +135,10 @@ class _Searching:
         fleet, progress = fleet_of(cluster), self.feedback.told(_of_planner).progress
         try:
             result = plan_chain(profile.chain, fleet, wanted, explained=options.explained, progress=progress)
-        except DoesNotFit:
+        except DoesNotFit as error:
+            if not alone:
+                what = f"there is no plan of {' or '.join(options.schedules)}: with one stage on a device nothing fits"
+                raise DoesNotFit(what, where="planner", hint=error.hint) from error
             for result, part in with_more_memory(profile.chain, fleet, wanted):
                 best = Search(profile, result, result.best, {}, more_memory=part)
                 if (plan := self._first(best, [(result.best.plan.schedule, result.best, [])])) is not None:
@@ -143,11 +146,11 @@ class _Searching:
             raise
         spared, refined = self._improved(profile, result, wanted)
         packs = {} if result.stopped else self._packs(result, refined)
-        fastest = min(refined.values(), key=lambda one: one.step) if refined else None
-        chosen = result.best if fastest is None else fastest.outcome
-        outline = Search(profile, result, chosen, {}, refined=refined, packs=packs)
-        worth = math.inf if fastest is None or not alone else fastest.step * (1 - WORTH)
-        if (plan := self._packed(outline, worth)) is not None:
+        steps = {kind: _judged_step(outcome, refined.get(kind)) for kind, (outcome, _) in spared.items()}
+        fastest = min(steps, key=steps.__getitem__)
+        chosen = refined[fastest].outcome if fastest in refined else spared[fastest][0]
+        outline = Search(profile, result, chosen, {}, little=spared[fastest][1], refined=refined, packs=packs)
+        if (plan := self._packed(outline, steps[fastest] * (1 - WORTH) if alone else math.inf)) is not None:
             return plan
         if alone and (plan := self._first(outline, tries(result, spared, refined, self.too_large))) is not None:
             return plan
@@ -167,8 +170,10 @@ class _Searching:
             return {}
         plans = [one.outcome.plan for one in refined.values()]
         orders = [plan.devices for plan in plans if 1 < len(plan.devices) == len(plan.stages)]
-        if not orders and len(kinds) == len(self.options.schedules):
-            orders = [tuple(range(len(result.fleet)))]
+        if len(kinds) == len(self.options.schedules):
+            # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
+            longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
+            orders += [longest[:count] for count in range(len(longest), 1, -1)]
         return pack(result.planner, self.cluster, kinds, list(dict.fromkeys(orders)))
 
     def _packed(self, search: Search, worth: float) -> Plan | None:
@@ -302,6 +307,11 @@ def _load_models(load: Load, options: SearchOptions) -> dict[int, Model]:
             sizes_of(options.batch, samples)
         models[samples] = model
     return models
+
+
+def _judged_step(outcome: Outcome, refined: Refined | None) -> float:
+    """Return the seconds per batch of the best plan of a schedule: by simulation, where it was simulated and fits."""
+    return refined.step if refined is not None and math.isfinite(refined.step) else outcome.step
 
 
 def _all_refused(refused: Mapping[str, Exception]) -> PenstockError:

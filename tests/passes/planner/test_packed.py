@@ -162,6 +162,40 @@ def test_packs_that_are_asked_for_are_planned_or_refused(tmp_path: Path, capsys:
     found, _ = planned(capsys, model, "--loss", "mse", "--batch", 16, "--devices", 2, "--schedule", "zb-v")
     assert found["schedule"] == "zb-v"
     assert [stage["devices"] for stage in found["stages"]] == [["cpu:0"], ["cpu:1"], ["cpu:1"], ["cpu:0"]]
+    # Nine microbatches make no equal groups for four devices, but for three.
+    nine = ("--loss", "mse", "--batch", 36, "--devices", 4, "--schedule", "interleaved")
+    found, _ = planned(capsys, write_mlp(tmp_path / "deep.onnx", [16] * 10, batch=4), *nine)
+    assert len({stage["devices"][0] for stage in found["stages"]}) == 3
     none, code = planned(capsys, model, "--loss", "mse", "--batch", 16, "--devices", 1, "--schedule", "zb-v")
     assert code != 0
     assert "there is no plan of zb-v" in none["error"]
+    # Nothing that was not asked for is taken where nothing fits.
+    (tmp_path / "small.toml").write_text(CLUSTER.replace("flops", 'memory = "4 KiB"\nflops'))
+    none, code = planned(
+        capsys, model, "--loss", "mse", "--batch", 16, "--cluster", tmp_path / "small.toml", "--schedule", "zb-v"
+    )
+    assert code != 0
+    assert "there is no plan of zb-v" in none["error"]
+
+
+def test_a_plan_file_says_what_is_in_another_memory_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_mlp(tmp_path / "mlp.onnx", [16] * 6, batch=4)
+    training = ("--loss", "mse", "--optimizer", "adamw", "--devices", 2)
+    packs = ("--packs", 2, "--schedule", "interleaved", "--microbatches", 4)
+    found, _ = planned(capsys, model, *training, *packs, "--offload", "state", "--spill", tmp_path)
+    assert (found["offload"], found["spill"]) == ("state", str(tmp_path))
+    (tmp_path / "plan.json").write_text(json.dumps(found))
+    again, _ = planned(capsys, model, *training, "--plan", tmp_path / "plan.json")
+    assert again["memory"] == found["memory"]
+    assert "offload{space=disk}" in again["pipeline"]
+    # The control: without it the same plan needs more.
+    del found["offload"], found["spill"]
+    (tmp_path / "plan.json").write_text(json.dumps(found))
+    more, _ = planned(capsys, model, *training, "--plan", tmp_path / "plan.json")
+    assert more["memory"]["0"]["state"] > again["memory"]["0"]["state"]
+    # One stage on each device is no pack.
+    found["stages"] = found["stages"][:2]
+    (tmp_path / "plan.json").write_text(json.dumps(found | {"offload": "all"}))
+    wrong, code = planned(capsys, model, *training, "--plan", tmp_path / "plan.json")
+    assert code != 0
+    assert "offload 'all' is none of none, state" in wrong["error"]

@@ -119,6 +119,18 @@ def test_a_rank_of_packs_that_is_killed_ends_the_run(mlp, tmp_path):
                 os.kill(job.workers.process_ids()[1], signal.SIGKILL)
 
 
+def test_microbatches_that_cannot_be_dealt_to_fewer_devices_go_through_one_stage_each(tmp_path):
+    """Sixteen make equal groups for four devices, and none for three."""
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=16)
+    model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [8] * 9, batch=4))
+    plan = ps.plan(model, Cluster.local(4), training, schedule="interleaved", packs=2)
+    path = ps.compile(plan, tmp_path / "four", backend="numpy")
+    said = replan(open_bundle(path), ["cpu:0", "cpu:2", "cpu:3"], tmp_path / "three")
+    assert said.startswith("3 stages on cpu:0 cpu:2 cpu:3, schedule 1f1b with 16 microbatches, as interleaved cannot")
+    ran = [run_bundle(one, steps=2, progress=False, timeout=60).losses for one in (path, tmp_path / "three")]
+    assert ran[0] == pytest.approx(ran[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_a_checkpoint_of_packs_goes_on_with_fewer_devices(mlp, tmp_path, schedule):
     """Three devices of two stages each, of which one is lost: the losses are those of a run that nobody left."""

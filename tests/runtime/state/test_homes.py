@@ -85,6 +85,45 @@ def test_a_copy_apart_is_what_was_at_home_then(tmp_path) -> None:
     assert seen.unique().tolist() == [2]  # the control: the home itself has changed
 
 
+class LateHome(FileHome):
+    """A home in a file that writes when it may."""
+
+    def __init__(self, space: Space, nbytes: int) -> None:
+        super().__init__(space, nbytes)
+        self.may, self.failure = threading.Event(), ""
+
+    def write(self, memory: memoryview) -> None:
+        assert self.may.wait(20)
+        if self.failure:
+            raise PenstockError(self.failure)
+        super().write(memory)
+
+
+def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
+    home = LateHome(Space("disk", path=str(tmp_path)), image().nbytes)
+    home.may.set()
+    homed = HomedItem(image(), home, Lanes())
+    with homed.filling():
+        homed.tensor("a").fill_(1)
+    homed.bring()
+    homed.wait()
+    homed.tensor("a").fill_(2)
+    home.may.clear()
+    homed.store()
+    assert homed._cut(home.copied().mapped())["a"].unique().tolist() == [
+        1
+    ]  # the control: at home it is still the old one
+    threading.Timer(0.05, home.may.set).start()
+    assert homed.apart()["a"].unique().tolist() == [2]
+    homed.let_go()
+    # A copy that fails is told at the end of a run, and not only by an action that no batch follows.
+    homed.bring()
+    home.failure = "the disk is full"
+    homed.store()
+    with pytest.raises(PenstockError, match="the disk is full"):
+        homed.settle()
+
+
 def mapped_bytes() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))

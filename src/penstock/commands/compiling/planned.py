@@ -133,8 +133,8 @@ def _cluster(arguments: Namespace) -> Cluster:
 
 
 def _measured(arguments: Namespace, cluster: Cluster) -> Cluster:
-    """Return the cluster with measured rates where no file has any. It takes seconds, so errors of the model and of the
-    arguments are told before."""
+    """Return the cluster with measured rates where no file has any. It takes seconds, so errors of the arguments and of
+    the model's file are told before; of what is imported only afterwards (--batch), those of its dimensions."""
     from penstock.doctor.local import measured_cluster  # lazy: heavy
 
     return cluster if arguments.cluster else measured_cluster(cluster, say)

@@ -171,7 +171,7 @@ class BytePacking:
     def _plane(self, image: Expr, first: Expr, channels: int, phase: tuple[int, ...], at: Expr, around: Expr) -> None:
         emit, window, planes = self.emit, self.window, self.planes
         sizes, extents = self.x.type.dims[2:], planes.extents
-        if self.dense and sizes == extents and not any(window.low):
+        if self.dense and sizes == extents and not any(window.low) and set(planes.strides) == {1}:
             self._run(image, first, channels, None, (0, 1, prod(sizes)), at)
             return
         with emit.loop(prod(extents[:-1]), SERIAL, "r") as row, self.body.point():

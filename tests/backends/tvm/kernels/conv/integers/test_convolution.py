@@ -54,6 +54,9 @@ SHAPES = (
     Shape((1, 4, 3, 5, 1), (5, 4, 1, 1, 1)),
     Shape((1, 2, 40, 3), (6, 2, 3, 3), strides=(1, 2)),
     Shape((1, 4, 5, 6, 7), (5, 4, 3, 2, 3), strides=(1, 1, 2), pads=(1, 0, 1, 1, 1, 1)),
+    # Strides with so much padding that the output is as large as the image.
+    Shape((1, 4, 3, 3), (5, 4, 1, 1), strides=(2, 2), pads=(0, 0, 2, 2)),
+    Shape((1, 4, 2, 2), (5, 4, 2, 2), strides=(2, 2), pads=(0, 0, 2, 2)),
 )
 # For outputs in lanes: parts of panels, chunks and tiles.
 MORE = (
