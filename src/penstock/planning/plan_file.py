@@ -111,10 +111,10 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
 
 def _listed_stages(content: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     """Return the stages, none where they are no list of objects, which is added to the problems."""
-    stages = content.get("stages", [])
-    if isinstance(stages, list) and all(isinstance(stage, dict) for stage in stages):
-        if stages or "stages" not in content:
-            return stages
+    stages: Any = content.get("stages", [])
+    are_objects = isinstance(stages, list) and all(isinstance(stage, dict) for stage in stages)
+    if are_objects and (stages or "stages" not in content):
+        return list(stages)
     problems.append("stages must be a list of objects, one or more")
     return []
 
