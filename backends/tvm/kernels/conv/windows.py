@@ -165,7 +165,8 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
 
 
 def emit_pool(body: Body, op: Op) -> None:
-    if pools_by_lines(op):
+    # Lines are read in vectors, which threads of a GPU have none of.
+    if body.lanes > 1 and not body.machine.is_device and pools_by_lines(op):
         emit_max_pool(body, op)
         return
     x, y = op.ins[0], op.outs[0]
