@@ -104,7 +104,12 @@ def plan_chain(
     if not outcome_of:
         raise nearest(planner) if explained else DoesNotFit(_NOTHING_FITS, where="planner")
     outcomes = dict(sorted(outcome_of.items(), key=lambda item: item[1].step))
-    left_out = {} if planner.stopped else dict(_left_out(planner, next(iter(outcomes.values()))))
+    left_out = dict[str, str]()
+    if not planner.stopped:
+        try:
+            left_out = dict(_left_out(planner, next(iter(outcomes.values()))))
+        except KeyboardInterrupt:
+            planner.stopped = True
     return Result(chain, fleet, wanted, outcomes, left_out, planner)
 
 

@@ -77,14 +77,16 @@ class Planner:
         self._places: list[DeviceLayout | DeviceSets] = []
         self._costs: dict[tuple[str, int, int], Stages] = {}
         self._parts: Planner | None = None
-        self.stopped = False
+        # An interrupt ends the search of the planner that is asked for the plan, and keeps what it saw. Planners that
+        # are made of it compare: they leave interrupts to their callers.
+        self.keeps_seen, self.stopped = True, False
 
     def but(self, wanted: PlanRequest | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
         """Return a planner for another request, or for devices with so many times their memory. Tables and layouts that
         still hold are shared."""
         fleet = self.fleet if memory == 1 else self.fleet.with_memory(memory)
         other = Planner(self.chain, fleet, wanted or self.wanted, progress or self.progress)
-        other._tables = self._tables
+        other._tables, other.keeps_seen = self._tables, False
         places = self.places()
         if isinstance(places[0], DeviceSets) and other.wanted.replicas == self.wanted.replicas:
             # Memory is less for all devices alike, so those that are alike stay so.
@@ -94,7 +96,7 @@ class Planner:
     def on(self, fleet: Fleet) -> Planner:
         """Return a planner for a fleet with other devices or paths. Tables are shared: times are those of devices."""
         other = Planner(self.chain, fleet, self.wanted)
-        other._tables = self._tables
+        other._tables, other.keeps_seen = self._tables, False
         return other
 
     def alike(self) -> list[list[int]]:
@@ -103,6 +105,16 @@ class Planner:
         if isinstance(self.places()[0], DeviceSets):
             return self.fleet.classes()
         return [[i for i, k in enumerate(self.kinds) if k == kind] for kind in dict.fromkeys(self.kinds)]
+
+    @property
+    def orders_alike(self) -> bool:
+        """Return whether plans with the replicas of a stage in another order take as long: where stages have one
+        device, or all paths are alike."""
+        count = len(self.fleet)
+        if self.wanted.replicas == 1 or count < 3:
+            return True
+        first = self.fleet.path(0, 1)
+        return all(self.fleet.path(a, b) == first for a in range(count) for b in range(count) if a != b)
 
     def table(self, b: int) -> Table:
         if b not in self._tables:
@@ -121,8 +133,9 @@ class Planner:
         fleet, layers = self.fleet, len(self.chain.layers)
         most = self.wanted.replicas or len(fleet)
         for name, row in rows(fleet, speed):
-            sizes = sorted({len(row) // d for d in range(1, min(layers, len(row)) + 1)})
-            for size in [size for size in _thinned(sizes) if size <= most]:
+            # A row too long for as many layers and replicas leaves devices out.
+            sizes = sorted({min(len(row) // d, most) for d in range(1, min(layers, len(row)) + 1)})
+            for size in _thinned(sizes):
                 yield in_a_row(fleet, self.kinds, row, (size,), f"{name}, stages of {size}", layers)
 
     def speeds(self, table: Table) -> list[float]:
@@ -151,6 +164,7 @@ class Planner:
             return None
         if self._parts is None:
             self._parts = self.but(replace(self.wanted, recompute="parts"))
+            self._parts.keeps_seen = self.keeps_seen
         return self._parts
 
     def best(self, schedule: str, using: Devices | None = None, below: float = np.inf) -> Outcome | None:
@@ -166,7 +180,8 @@ class Planner:
             and not np.isfinite(below)
             and (parts := self._in_parts(schedule)) is not None
         ):
-            return parts.best(schedule, using)
+            outcome = parts.best(schedule, using)
+            self.stopped = parts.stopped
         return outcome
 
     def candidates(self, schedule: str, within: float) -> list[Outcome]:
@@ -237,16 +252,18 @@ class Planner:
             if self.stopped or floor.step >= step:
                 bound = min(bound, least)
                 continue
-            self._tell(schedule, b)
-            for search in self._searches(schedule, b, place, using):
-                result = self._searched(search, best.step if best is not None else below, floor, tolerance)
-                bound = min(bound, result.bound if place.complete else least)
-                if (
-                    result.plan is not None
-                    and result.judged is not None
-                    and result.step < (best.step if best is not None else below)
-                ):
-                    best = Outcome(result.plan, result.judged, 0.0, place)
+            try:
+                self._tell(schedule, b)
+                for search in self._searches(schedule, b, place, using):
+                    step = best.step if best is not None else below
+                    result = self._searched(search, step, floor, tolerance)
+                    bound = min(bound, result.bound if place.complete else least)
+                    if result.plan is not None and result.judged is not None and result.step < step:
+                        best = Outcome(result.plan, result.judged, 0.0, place)
+            except KeyboardInterrupt:
+                if best is None or not self.keeps_seen:
+                    raise
+                self.stopped, bound = True, min(bound, least)
         return replace(best, bound=min(bound, best.step)) if best is not None else None
 
     def _searched(self, search: StageSearch, below: float, floor: Floor, tolerance: float) -> Found:
@@ -254,7 +271,7 @@ class Planner:
         try:
             return search.best(below, floor, tolerance)
         except KeyboardInterrupt:
-            if not np.isfinite(below) and search.seen is None:
+            if not self.keeps_seen or (not np.isfinite(below) and search.seen is None):
                 raise
             self.stopped = True
             plan, judged = search.seen or (None, None)

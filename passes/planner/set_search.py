@@ -250,7 +250,7 @@ class SetSearch(StageSearch):
         groups = np.where(states.group < 0, 0, alike[states.group])
         key = np.ravel_multi_index(
             (states.used, groups, states.ahead, states.first),
-            (self.sets.count, len(alike), int(states.ahead.max()) + 1, self.table.count + 1),
+            (self.sets.count, int(groups.max()) + 1, int(states.ahead.max()) + 1, self.table.count + 1),
         )
         order = np.lexsort((states.value, key))
         states = states.only(order[np.flatnonzero(np.diff(key[order], prepend=-1))])

@@ -27,7 +27,10 @@ def without_little_help(chain: Chain, fleet: Fleet, wanted: PlanRequest, chosen:
     notes: list[str] = []
     keep = sorted(chosen.plan.devices)
     schedule, step = chosen.plan.schedule, chosen.step
-    wanted = replace(wanted, schedules=(schedule,), tolerance=max(wanted.tolerance, _TOLERANCE))
+    # Where nothing fits but by recomputation in parts, a plan on fewer devices does not either.
+    recompute = "parts" if any(stage.in_parts for stage in chosen.plan.stages) else wanted.recompute
+    tolerance = max(wanted.tolerance, _TOLERANCE)
+    wanted = replace(wanted, schedules=(schedule,), tolerance=tolerance, recompute=recompute)
     planner = Planner(chain, fleet, wanted)
     while len(fleet) <= _MOST:
         tries = []

@@ -134,6 +134,7 @@ def plan_best(
     recompute: str = "auto",
     replicas: int = 0,
     precision: str | None = None,
+    zero: int = 0,
     explained: bool = True,
     progress: api.ProgressHook | None = None,
     **options: Any,
@@ -142,7 +143,7 @@ def plan_best(
 
     `load` gives the model with so many samples per microbatch, for each of the `sizes` to choose from, or as it is for
     None. The fastest of `schedules` is taken, by default of those that compute what plain training does. `replicas` is
-    the most devices of a stage, 0 for any number; `recompute` is auto, none or all. Where nothing fits, the error says
+    the most devices of a stage, 0 for any number; `recompute` is auto, none or all, `zero` 0 or 1. Where nothing fits, the error says
     what would, if that shall be `explained`, which takes longer than finding out that nothing fits. Further options are
     `cuda_libraries`, `wire` and `dump`, as of `penstock.plan`.
     """
@@ -154,6 +155,7 @@ def plan_best(
         recompute=recompute,
         replicas=replicas,
         precision=precision,
+        zero=zero,
         explained=explained,
         **options,
     )

@@ -67,7 +67,7 @@ def test_settings_that_are_shared_are_the_same():
     """But for the default of `replicas`, which is no limit where the planner chooses."""
     plan, search = settings_of(PlanOptions), settings_of(SearchOptions)
     both = plan.keys() & search.keys()
-    assert both == {"recompute", "replicas", "precision", "cuda_libraries", "wire"}
+    assert both == {"recompute", "replicas", "precision", "cuda_libraries", "wire", "zero"}
     assert all(plan[name] is search[name] for name in both)
     differing = {name for name in both if defaults_of(PlanOptions)[name] != defaults_of(SearchOptions)[name]}
     assert differing == {"replicas"}

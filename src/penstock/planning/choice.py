@@ -48,6 +48,13 @@ class Search:
         formulas; none after an interrupt."""
         if self.result.stopped:
             return []
+        try:
+            return self._changes()
+        except KeyboardInterrupt:
+            self.result.planner.stopped = True
+            return []
+
+    def _changes(self) -> list[PlanChange]:
         others = {}
         if self.in_bf16 is not None and (chain := self.in_bf16().chain).sizes == self.profile.chain.sizes:
             others["in bfloat16"] = chain

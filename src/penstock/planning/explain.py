@@ -280,7 +280,8 @@ def _bound(search: Search) -> str:
         above = chosen.step / best.bound - 1 if best.bound else 0.0
         return "not the fastest by these" + (f", at most {above:.1%} above the best of all" if best.bound else "")
     if chosen.proven(search.result.wanted.tolerance):
-        return f"by these no plan of {chosen.plan.schedule} for what was given is faster"
+        said = f"by these no plan of {chosen.plan.schedule} for what was given is faster"
+        return said if search.result.planner.orders_alike else f"{said}, with replicas in the order of the cluster"
     above = chosen.step / chosen.bound - 1 if chosen.bound else float("inf")
     least = f"no plan takes less than {shown_seconds(chosen.bound)}, so it is at most {above:.1%} above the best"
     return least + (

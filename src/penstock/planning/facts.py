@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.cluster.cluster import CLASSES, MEASURED, THREAD_FLOPS, Cluster, Device, class_between
+from penstock.ir.cluster.cluster import CLASSES, MEASURED, THREAD_FLOPS, Cluster, Device, Space, class_between
 from penstock.ir.cluster.gpus import usual_settings
 from penstock.ir.graph import Module
 from penstock.passes.communicate.wire import WireOptions
@@ -147,9 +147,10 @@ def _offload_facts(module: Module, calls: Sequence[Call]) -> dict[str, Any]:
     options = next((call.options for call in calls if isinstance(call.options, OffloadOptions)), None)
     if options is None or module.cluster is None:
         return {}
-    named = [space for space in module.cluster.spaces if options.space in ("", space.name)]
-    folder = named[0].path if named and "/" in named[0].path else ""
-    return {"offload": OFFLOADS[1], "spill": folder or options.space}
+    home = next((var.home for var in module.vars.values() if var.home), options.space)
+    # A space of the cluster file goes by its name; one that --spill made has a folder and nothing else.
+    folders = [s.path for s in module.cluster.spaces if s == Space(home, path=s.path) and "/" in s.path]
+    return {"offload": OFFLOADS[1], "spill": folders[0] if folders else options.space}
 
 
 def predicted_facts(predicted: Predicted) -> dict[str, Any]:

@@ -98,6 +98,7 @@ def _smaller_size(source: ModelFile, cluster: Cluster, training: Training, optio
     return ""
 
 
+_INTERRUPTED = "interrupted: going on with the best plan so far"
 # The part of the time by which several stages on a device have to be faster to be taken: they need more memory, more
 # messages, and code for more graphs.
 WORTH = 0.02
@@ -146,6 +147,9 @@ class _Searching:
             raise
         spared, refined = self._improved(profile, result, wanted)
         packs = {} if result.stopped else self._packs(result, refined)
+        if result.stopped and not alone:
+            # What was asked for has not been searched yet.
+            raise KeyboardInterrupt
         steps = {kind: _judged_step(outcome, refined.get(kind)) for kind, (outcome, _) in spared.items()}
         fastest = min(steps, key=steps.__getitem__)
         chosen = refined[fastest].outcome if fastest in refined else spared[fastest][0]
@@ -174,7 +178,12 @@ class _Searching:
             # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
             orders += [longest[:count] for count in range(len(longest), 1, -1)]
-        return pack(result.planner, self.cluster, kinds, list(dict.fromkeys(orders)))
+        try:
+            return pack(result.planner, self.cluster, kinds, list(dict.fromkeys(orders)))
+        except KeyboardInterrupt:
+            result.planner.stopped = True
+            self.feedback.say(_INTERRUPTED)
+            return {}
 
     def _packed(self, search: Search, worth: float) -> Plan | None:
         """Return the fastest plan with packs that takes less than `worth` seconds and that the passes accept."""
@@ -210,7 +219,7 @@ class _Searching:
         except KeyboardInterrupt:
             result.planner.stopped = True
         if result.stopped:
-            self.feedback.say("interrupted: going on with the best plan so far")
+            self.feedback.say(_INTERRUPTED)
         return spared, refined
 
     def _refined(self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]) -> dict[str, Refined]:

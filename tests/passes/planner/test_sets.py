@@ -9,8 +9,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
+from penstock.ir.cluster.cluster import Cluster, Device, Link, LinkClass
 from penstock.ir.schedule_names import TRAINING
+from penstock.passes.planner import argue
 from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Chain
 from penstock.passes.planner.cost import judge
@@ -19,6 +20,7 @@ from penstock.passes.planner.layouts import DeviceSets
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
 from penstock.passes.planner.set_search import SetSearch
+from penstock.support.errors import DoesNotFit
 
 from .brute import best_of_all
 from .drawn import draw_chain, draw_fleet
@@ -165,3 +167,63 @@ def test_an_interrupt_before_the_first_plan_ends_planning(monkeypatch: pytest.Mo
     chain, fleet, wanted = CASES[0]
     with pytest.raises(KeyboardInterrupt):
         plan_chain(chain, fleet, wanted)
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 2, 3])
+def test_devices_that_nothing_fits_on_are_told(replicas: int) -> None:
+    chain = draw_chain(Random(4), 4)
+    small = Cluster(tuple(Device(f"d{i}", spaces=(("ram", 1000),)) for i in range(3)))
+    with pytest.raises(DoesNotFit, match="no plan fits"):
+        plan_chain(chain, small, PlanRequest(8, ("1f1b",), sizes=(1,), replicas=replicas))
+
+
+@pytest.mark.parametrize(("replicas", "most"), [(1, 6), (3, 18)])
+def test_of_more_devices_than_layers_take_some_are_left_out(replicas: int, most: int) -> None:
+    chain, many = draw_chain(Random(5), 6), Cluster(tuple(Device(f"d{i}") for i in range(40)))
+    wanted = PlanRequest(64, ("1f1b",), sizes=(1,), replicas=replicas)
+    best = plan_chain(chain, many, wanted).best
+    assert 1 < len(best.plan.devices) <= most
+    assert max(len(stage.devices) for stage in best.plan.stages) <= replicas
+
+
+def test_an_interrupt_while_reasons_are_searched_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, fleet, wanted = CASES[0]
+    whole = plan_chain(chain, fleet, wanted)
+    assert not whole.stopped
+
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argue, "_left_out", interrupted)
+    result = plan_chain(chain, fleet, wanted)
+    assert result.stopped
+    assert result.left_out == {}
+    assert result.best.plan == whole.best.plan
+
+
+def test_planners_that_compare_leave_interrupts_to_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that was cut short has no figure: an interrupt of it is no "nothing fits"."""
+    chain, fleet, wanted = CASES[0]
+    planner = Planner(chain, fleet, wanted)
+    schedule = wanted.schedules[0]
+    assert planner.best(schedule) is not None
+
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SetSearch, "_judged", interrupted)
+    for other in (planner.on(fleet), planner.but(wanted)):
+        with pytest.raises(KeyboardInterrupt):
+            other.best(schedule)
+
+
+def test_another_order_of_replicas_is_not_claimed_to_be_worse() -> None:
+    """Links between pairs are slow: a ring that goes round them is faster, and no plan has it. The plan says so."""
+    alike = Cluster(tuple(Device(f"d{i}", host=f"h{i}") for i in range(4)))
+    links = (Link("d0", "d1", 1e6, 0.0), Link("d2", "d3", 1e6, 0.0))
+    unlike = replace(alike, links=links)
+    wanted = PlanRequest(8, ("1f1b",), sizes=(1,))
+    chain = draw_chain(Random(6), 2)
+    assert Planner(chain, fleet_of(alike), wanted).orders_alike
+    assert not Planner(chain, fleet_of(unlike), wanted).orders_alike
+    assert Planner(chain, fleet_of(unlike), replace(wanted, replicas=1)).orders_alike
