@@ -143,9 +143,9 @@ def plan_best(
 
     `load` gives the model with so many samples per microbatch, for each of the `sizes` to choose from, or as it is for
     None. The fastest of `schedules` is taken, by default of those that compute what plain training does. `replicas` is
-    the most devices of a stage, 0 for any number; `recompute` is auto, none or all, `zero` 0 or 1. Where nothing fits, the error says
-    what would, if that shall be `explained`, which takes longer than finding out that nothing fits. Further options are
-    `cuda_libraries`, `wire` and `dump`, as of `penstock.plan`.
+    the most devices of a stage, 0 for any number; `recompute` is auto, none or all, `zero` 0 or 1. Where nothing fits,
+    the error says what would, if that shall be `explained`, which takes longer than finding out that nothing fits.
+    Further options are `cuda_libraries`, `wire` and `dump`, as of `penstock.plan`.
     """
     feedback = Feedback(options.pop("dump", None), progress)
     settings = SearchOptions(
