@@ -11,6 +11,7 @@ from pathlib import Path
 
 # The name of memory that ranks of a host read, as the system shows it.
 BOARD = "penstock-board"
+READ, WRITTEN = "r--s", "rw-s"
 
 
 def peak_bytes() -> int:
@@ -26,12 +27,18 @@ def resident_bytes() -> int:
 
 def borrowed_bytes(process: int | str = "self") -> int:
     """Return how much of the resident size of a process is memory of other ranks."""
-    total, theirs = 0, False
+    return board_bytes(process, READ)
+
+
+def board_bytes(process: int | str, mapped: str) -> int:
+    """Return the resident bytes of memory that ranks of a host read, which a process has mapped in one way: its own to
+    be WRITTEN, that of others to be READ."""
+    total, counts = 0, False
     for line in _lines(process, "smaps"):
         words = line.split()
         if len(words) > 4 and "-" in words[0]:
-            theirs = words[1] == "r--s" and words[5:6] == [f"/memfd:{BOARD}"]
-        elif theirs and words[0] == "Rss:":
+            counts = words[1] == mapped and words[5:6] == [f"/memfd:{BOARD}"]
+        elif counts and words[0] == "Rss:":
             total += int(words[1]) * 1024
     return total
 

@@ -15,7 +15,7 @@ from torch import nn
 import penstock as ps
 from penstock.ir.memory.exchanges import exchange_bytes
 from penstock.ir.memory.predict import measure_memory
-from penstock.runtime.telemetry.resident import BOARD, borrowed_bytes
+from penstock.runtime.telemetry.resident import WRITTEN, board_bytes, borrowed_bytes
 
 WIDTH, LAYERS, BATCH, STEPS = 2560, 6, 8, 3
 TOLERANCE = 0.05
@@ -37,18 +37,6 @@ def batches(plan: ps.Plan) -> list[dict[str, np.ndarray]]:
     return [{name: rng.normal(size=(2 * BATCH, WIDTH)).astype(np.float32) for name in names} for _ in range(STEPS)]
 
 
-def own_board(process: int) -> int:
-    """Return the resident bytes of the memory that a rank wrote for others."""
-    total, own = 0, False
-    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
-        words = line.split()
-        if len(words) > 4 and "-" in words[0]:
-            own = words[1] == "rw-s" and words[5:6] == [f"/memfd:{BOARD}"]
-        elif own and words[0] == "Rss:":
-            total += int(words[1]) * 1024
-    return total
-
-
 @pytest.mark.parametrize(
     "level", [1, 3, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
@@ -59,7 +47,7 @@ def test_ranks_hold_what_the_plan_says(level: int, tmp_path: Path) -> None:
         list(job.run(iter(batches(plan))))
         measured = [peak - base for peak, base in zip(job.peak_bytes, job.base_bytes, strict=True)]
         processes = job.workers.process_ids()
-        boards = [own_board(process) for process in processes]
+        boards = [board_bytes(process, WRITTEN) for process in processes]
         borrowed = [borrowed_bytes(process) for process in processes]
     lent = rows[0].gradients if level == 1 else 0
     for rank, size in enumerate(measured):

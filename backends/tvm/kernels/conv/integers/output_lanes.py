@@ -118,16 +118,10 @@ class OutputLanes(BytePacking):
     def _tiles(self, chunk: _Chunk, start: Expr, panel: tuple[Expr, Expr], done: Buffer, pitch: int) -> None:
         """Emit the tiles of a chunk, in the order of their positions."""
         emit, (high, wide) = self.emit, self.chunks.tile
-        whole, odd = divmod(chunk.rows, high)
-        for count, rows, begin in ((whole, high, 0), (1, odd, whole * high)):
-            if not count or not rows:
-                continue
+        for count, rows, begin in _parts(chunk.rows, high):
             with emit.loop(count, SERIAL, "y") as y, self.body.point():
                 row = y * rows + begin
-                along, left = divmod(chunk.columns, wide)
-                for number, columns, first in ((along, wide, 0), (1, left, along * wide)):
-                    if not number or not columns:
-                        continue
+                for number, columns, first in _parts(chunk.columns, wide):
                     with emit.loop(number, SERIAL, "x") as x, self.body.point():
                         column = x * columns + first
                         at = emit.bind(start + row * self.walk[0] + column * self.walk[1], "at")
@@ -200,3 +194,9 @@ class OutputLanes(BytePacking):
                 with self.body.point():
                     rows = (chunk.row + y,) if len(self.outs) > 1 else ()
                     finish(y * chunk.columns + c, (*outer, *rows, chunk.column + c))
+
+
+def _parts(total: int, size: int) -> list[tuple[int, int, int]]:
+    """Cut a length into equal pieces and a smaller one: how many, how long, and where the first begins."""
+    whole, odd = divmod(total, size)
+    return [part for part in ((whole, size, 0), (1, odd, whole * size)) if part[0] and part[1]]
