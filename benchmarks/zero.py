@@ -7,7 +7,7 @@
     parts       levels 2 and 3, and FSDP2 (`fully_shard` of each block), which keeps weights whole between forward and
                 backward (`fsdp2-2`) or not (`fsdp2`)
 
-The model is a decoder like GPT-2 small: 12 blocks, 768 wide, 12 heads, with a vocabulary of 8,192 (`tiny` shows in a
+The model is a decoder like GPT-2 small: 12 blocks, 768 wide, 12 heads, with a vocabulary of 50,257 (`tiny` shows in a
 minute that all of it runs). All train it with AdamW in float32 from one set of weights, on two processes of one thread
 each, one sequence of 128 tokens per process. The losses of the first steps are compared: exit code 1 where they differ.
 Contenders of a group take turns of some steps each. The figure of a turn is its time per step, that of a contender the
@@ -47,7 +47,7 @@ from penstock.runtime.telemetry.resident import peak_bytes, resident_bytes
 
 RANKS, TOLERANCE = 2, 2e-3
 # Vocabulary, positions, width, heads, layers.
-SIZES = {"gpt2": (8192, 128, 768, 12, 12), "tiny": (64, 16, 32, 4, 2)}
+SIZES = {"gpt2": (50257, 128, 768, 12, 12), "tiny": (64, 16, 32, 4, 2)}
 GROUPS = {
     "replicas": ("level 0", "level 1", "zero redundancy"),
     "parts": ("level 2", "level 3", "fsdp2-2", "fsdp2"),

@@ -20,6 +20,7 @@ from math import prod
 
 from penstock.ir.graph import Graph, Module, Namer, Op, Value
 from penstock.ir.ops import OPS, cost_of
+from penstock.ir.sharding.paths import moved_bytes
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import UNSPLIT, Dimensions, Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
@@ -32,22 +33,6 @@ _FLOP, _TOUCHED = 1 / 50, 1 / 8
 _MOST_CHOICES = 512
 # Views of which every element of the operand is one of the result.
 _MOVES = ("reshape", "transpose")
-
-
-def moved_bytes(before: TensorType, after: TensorType, sizes: Mapping[str, int]) -> float:
-    """Estimate the bytes that a device sends in a reshard."""
-    parts = {axis for axes in after.axes for axis in axes}
-    total = 0.0
-    for axis in [axis for axis in before.partial if axis not in after.partial]:
-        k, size = sizes.get(axis, 1), float(before.nbytes)
-        total += size * (k - 1) / k * (1 if axis in parts else 2)
-    at = {axis: i for i, axes in enumerate(before.axes) for axis in axes}
-    for axis, dim in at.items():
-        k = sizes.get(axis, 1)
-        if axis not in after.axes_of(dim) or before.blocks_of(dim) != after.blocks_of(dim):
-            share = before.nbytes / prod(sizes.get(other, 1) for other in at)
-            total += share * (k - 1) / (k if axis in parts else 1)
-    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,11 +310,12 @@ class _GraphResolution:
                 read = read_split(factors, Split(axes, t.blocks_of(dim)), rule.sizes, parts)
                 if read is None:
                     continue
-                name, split = read
-                if bears(op, rule, name, split) and fits(split, rule.sizes[name], self.sizes, len(factors) == 1):
-                    listed = options.setdefault(name, [])
-                    if split not in listed:
-                        listed.append(split)
+                name, read_here = read
+                for split in _coarser(read_here):
+                    if bears(op, rule, name, split) and fits(split, rule.sizes[name], self.sizes, len(factors) == 1):
+                        listed = options.setdefault(name, [])
+                        if split not in listed:
+                            listed.append(split)
         names = list(options)
         while prod(len(options[name]) + 1 for name in names) > _MOST_CHOICES:
             options[names.pop()] = []
@@ -378,10 +364,9 @@ class _GraphResolution:
         for value, t in zip(here, ins, strict=True):
             moved += self._moved(value, t, op)
         for value, t in zip(op.outs, outs, strict=True):
-            moved += moved_bytes(t, self._final(value, t), self.sizes)
-            wanted = self.all.wanted(value)
-            if not t.partial and t != wanted:
-                moved += moved_bytes(t, wanted, self.sizes)
+            # A sum that is added up later counts as one that is added up here.
+            final = self._final(value, t)
+            moved += moved_bytes(t, final, self.sizes) + moved_bytes(final, self.all.wanted(value), self.sizes)
         work, devices = cost_of(op), prod(self.sizes.get(axis, 1) for axis in axes)
         return moved + (work.flops * _FLOP + work.bytes * _TOUCHED) / devices
 
@@ -441,6 +426,12 @@ class _GraphResolution:
         if laid_out(t.plain, rule.ins[0], splits, rule.sizes) != t or not _equal_factors(rule, splits, self.sizes):
             return None
         return laid_out(view.outs[0].type.plain, rule.outs[0], splits, rule.sizes)
+
+
+def _coarser(split: Split) -> Iterator[Split]:
+    """Yield a split, and those over its major axes alone: what is left of it where its minor axes are gathered."""
+    for count in range(len(split.axes), 0, -1):
+        yield Split(split.axes[:count], split.blocks)
 
 
 def _with_partial(t: TensorType | None, passing: Mapping[str, frozenset[int]], operand: int) -> TensorType:

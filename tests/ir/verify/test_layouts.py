@@ -59,13 +59,13 @@ REFUSED = {
         "%y ",
     ),
     "a gather to the wrong size": (
-        "all_gather(%b.grad, axis=1, over=a, size=5,",
-        "all_gather(%b.grad, axis=1, over=a, size=6,",
-        "%b.grad.all_gather",
+        "all_gather(%s.grad, axis=0, over=[b,a], size=8,",
+        "all_gather(%s.grad, axis=0, over=[b,a], size=7,",
+        "%s.grad.laid",
     ),
     "the part of another device": (
-        "gather(%e.all_gather.reshape, %mesh.a, axis=0)",
-        "gather(%e.all_gather.reshape, %mesh.b, axis=0)",
+        "gather(%n.unlaid.all_gather.reshape, %mesh.a, axis=0)",
+        "gather(%n.unlaid.all_gather.reshape, %mesh.b, axis=0)",
         "returns the output %loss, which may differ along b",
     ),
     "a sum that is added up twice": (
@@ -128,14 +128,14 @@ FOUND = {
         "%u",
     ),
     "a missing mask of an uneven dimension": (
-        "where(%local.places.add.reshape.less, %m, %local.number.3)",
+        "where(%local.places.add.reshape.less, %m, %local.number.8)",
         "reshape(%m, shape=[3])",
         "%v",
     ),
     "a shifted offset of a part": (
-        "%local.number.27 : i64[] = const(value=3,",
-        "%local.number.27 : i64[] = const(value=2,",
-        "%p.table.grad",
+        "%local.number.35 : i64[] = const(value=3,",
+        "%local.number.35 : i64[] = const(value=2,",
+        "%p.table.grad.partial",
     ),
     "blocks that are not there": (
         "all_gather(%n, axis=0, over=a, size=8, blocks=1)\n",

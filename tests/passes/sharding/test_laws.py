@@ -16,6 +16,7 @@ from penstock.ir.collective_calls import calls_of, sent_bytes
 from penstock.ir.graph import Mesh, Op, Value
 from penstock.ir.interpreter.graphs import run_team
 from penstock.ir.ops import make
+from penstock.ir.sharding.paths import COLLECTIVE
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split, SplitRule
 from penstock.ir.types import TensorType
@@ -24,7 +25,7 @@ from penstock.passes.sharding.propagate import allowed, fits
 
 MESHES = tuple(
     Mesh("m", axes, tuple(f"c{i}" for i in range(prod(n for _, n in axes))))
-    for axes in ((("a", 2),), (("a", 3),), (("a", 2), ("b", 2)), (("a", 2), ("b", 3)))
+    for axes in ((("a", 2),), (("a", 3),), (("a", 2), ("b", 2)), (("a", 2), ("b", 3)), (("a", 2), ("b", 2), ("c", 2)))
 )
 SIZES = st.integers(1, 7)
 
@@ -59,14 +60,15 @@ def reshards(draw: st.DrawFn) -> tuple[Mesh, TensorType, TensorType]:
 
 
 def moved(before: TensorType, after: TensorType, mesh: Mesh, x: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the whole tensor that all parts make after a reshard, and the bytes that a rank sends."""
+    """Return the whole tensor that all parts make after a reshard, and what it costs: the bytes that a rank sends, and
+    those that its collectives count."""
     ins, outs = (Value("x", before),), (Value("y", after),)
     op = Op("reshard", ins, outs, {"to": str(after)})
     graph = local_module(op, [before, after], mesh)[1].graphs["s0.F"]
     parts = [{"x": cut_out(x, before, mesh, place)} for place in range(len(mesh.devices))]
     results = [outs[0] for outs in run_team(graph, parts, mesh, precision="f64")]
-    nbytes = sum(sent_bytes(call.op, len(mesh.group(0, call.over))) for call in calls_of(graph))
-    return put_together(results, after, mesh), nbytes
+    cost = sum(sent_bytes(call.op, len(mesh.group(0, call.over))) + COLLECTIVE for call in calls_of(graph))
+    return put_together(results, after, mesh), cost
 
 
 @settings(max_examples=150)
@@ -74,13 +76,13 @@ def moved(before: TensorType, after: TensorType, mesh: Mesh, x: np.ndarray) -> t
 def test_a_reshard_reaches_its_layout_and_means_the_same(case: tuple[Mesh, TensorType, TensorType]) -> None:
     mesh, before, after = case
     x = np.random.default_rng(0).standard_normal(before.dims)
-    got, nbytes = moved(before, after, mesh, x)
+    got, cost = moved(before, after, mesh, x)
     np.testing.assert_allclose(got, x, rtol=1e-12)
-    # Without padding it never moves more than adding everything up and gathering it all would, of which every rank could
+    # Without padding it never costs more than adding everything up and gathering it all would, of which every rank could
     # take its part.
     whole = before.plain.laid([()] * before.rank, after.partial, [1] * before.rank)
     if before.size and all(n % prod(mesh.sizes.values()) == 0 for n in before.dims):
-        assert nbytes <= moved(before, whole, mesh, x)[1]
+        assert cost <= moved(before, whole, mesh, x)[1]
 
 
 def test_control_the_part_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from glob import escape
 
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import REPLICAS, Graph, Module, Op, Value
+from penstock.ir.sharding.paths import moved_bytes
 from penstock.ir.types import TensorType
 from penstock.passes.sharding.given import parse_mesh
-from penstock.passes.sharding.resolve import moved_bytes
 from penstock.passes.sharding.shard import ShardOptions, given_layouts, shard
 from penstock.support.errors import UsageError
 

@@ -1,0 +1,174 @@
+"""Ways between layouts: as cheap as an exhaustive search over all layouts finds, and never dearer than a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import permutations, product
+from math import inf, prod
+from random import Random
+
+import pytest
+
+from penstock.ir.sharding import paths
+from penstock.ir.sharding.paths import COLLECTIVE, moves
+from penstock.ir.types import TensorType
+from penstock.support.errors import VerifyError
+
+SIZES = {"a": 2, "b": 4, "c": 2}
+SHAPE = (2**10, 2**9)
+
+
+def layouts(axes: tuple[str, ...], rank: int) -> list[TensorType]:
+    """Return every layout over some axes: each splits a dimension, in any order, leaves a sum, or neither."""
+    listed = set[TensorType]()
+    for order in permutations(axes):
+        for places in product(range(-2, rank), repeat=len(axes)):
+            split = [tuple(a for a, at in zip(order, places, strict=True) if at == dim) for dim in range(rank)]
+            partial = [a for a, at in zip(order, places, strict=True) if at == -2]
+            listed.add(TensorType("f32", SHAPE[:rank]).laid(split, partial))
+    return sorted(listed, key=str)
+
+
+def share(t: TensorType) -> float:
+    return t.nbytes / prod(SIZES[a] for axes in t.axes for a in axes)
+
+
+def step(before: TensorType, after: TensorType, sliced: Collection[str] = "abc") -> float:
+    """Return the cost of a single change from one layout to another, written without the moves of the search. Dimensions
+    are sliced along some axes alone."""
+    dims = range(before.rank)
+    changed = [i for i in dims if before.axes_of(i) != after.axes_of(i)]
+    summed = [a for a in before.partial if a not in after.partial]
+    if set(after.partial) - set(before.partial) or len(changed) > 2:
+        return inf
+    k = prod(SIZES[a] for a in summed)
+    if not changed:
+        return share(before) * 2 * (k - 1) / k + COLLECTIVE if summed else inf
+    if len(changed) == 2:
+        for taker, giver in (changed, changed[::-1]):
+            over = after.axes_of(taker)[len(before.axes_of(taker)) :]
+            whole = (*after.axes_of(giver), *over) == before.axes_of(giver)
+            if not summed and over and whole and (*before.axes_of(taker), *over) == after.axes_of(taker):
+                n = prod(SIZES[a] for a in over)
+                return share(before) * (n - 1) / n + COLLECTIVE
+        return inf
+    old, new = before.axes_of(changed[0]), after.axes_of(changed[0])
+    if new[: len(old)] == old:
+        over = new[len(old) :]
+        if not summed:
+            return 0.0 if set(over) <= set(sliced) else inf
+        return share(before) * (k - 1) / k + COLLECTIVE if over == tuple(summed) and len(over) == 1 else inf
+    if old[: len(new)] == new and not summed:
+        return share(before) * (prod(SIZES[a] for a in old[len(new) :]) - 1) + COLLECTIVE
+    return inf
+
+
+def cheapest(every: list[TensorType], goal: TensorType) -> dict[TensorType, float]:
+    """Return the least cost from all layouts to one, by going over all single changes until nothing gets less."""
+    cost = dict.fromkeys(every, inf) | {goal: 0.0}
+    sliced = [axis for axes in goal.axes for axis in axes]
+    edges = [(x, y, c) for x in every for y in every if x != y and (c := step(x, y, sliced)) < inf]
+    while True:
+        less = False
+        for x, y, c in edges:
+            if cost[y] + c < cost[x] - 1e-6:
+                cost[x], less = cost[y] + c, True
+        if not less:
+            return cost
+
+
+def cost_of(before: TensorType, after: TensorType) -> float:
+    return sum(move.sent + (COLLECTIVE if move.sent else 0) for move in moves(before, after, SIZES))
+
+
+def test_no_way_is_cheaper_than_the_one_that_is_taken() -> None:
+    """All pairs of layouts of a matrix over two axes are searched exhaustively."""
+    every = layouts(("a", "b"), 2)
+    for after in every:
+        least = cheapest(every, after)
+        for before in every:
+            if set(after.partial) <= set(before.partial):
+                assert cost_of(before, after) == pytest.approx(least[before]), f"{before} to {after}"
+            else:
+                with pytest.raises(VerifyError):
+                    moves(before, after, SIZES)
+
+
+def in_order(before: TensorType, after: TensorType) -> float:
+    """Return the cost of sums first, then changes of place, gathers, and parts: each done where it can be at once."""
+    at, cost, rank = before, 0.0, before.rank
+
+    def go(to: TensorType) -> None:
+        nonlocal at, cost
+        cost, at = cost + (step(at, to) if to != at else 0.0), to
+
+    for axis in [a for a in at.partial if a not in after.partial]:
+        left = tuple(a for a in at.partial if a != axis)
+        dim = next((i for i in range(rank) if after.axes_of(i)[: len(at.axes_of(i)) + 1] == (*at.axes_of(i), axis)), -1)
+        go(at.laid([(*at.axes_of(i), axis) if i == dim else at.axes_of(i) for i in range(rank)], left))
+    for join, split in product(range(rank), repeat=2):
+        axes = at.axes_of(join)
+        if join != split and axes and after.axes_of(split) == axes and not at.axes_of(split):
+            go(at.laid([() if i == join else axes if i == split else at.axes_of(i) for i in range(rank)], at.partial))
+    for dim in range(rank):
+        axes, wanted = at.axes_of(dim), after.axes_of(dim)
+        kept = next((i for i, pair in enumerate(zip(axes, wanted, strict=False)) if pair[0] != pair[1]), None)
+        kept = min(len(axes), len(wanted)) if kept is None else kept
+        go(at.laid([axes[:kept] if i == dim else at.axes_of(i) for i in range(rank)], at.partial))
+    for dim in range(rank):
+        go(at.laid([after.axes_of(i) if i <= dim else at.axes_of(i) for i in range(rank)], at.partial))
+    assert at == after
+    return cost
+
+
+def drawn(random: Random, summed: tuple[str, ...] = ("a", "b", "c")) -> TensorType:
+    """Draw a layout of three axes over two dimensions."""
+    split: list[list[str]] = [[], []]
+    partial = []
+    for axis in random.sample("abc", 3):
+        where = random.randrange(-2, 2)
+        if where >= 0:
+            split[where].append(axis)
+        elif where == -2 and axis in summed:
+            partial.append(axis)
+    return TensorType("f32", SHAPE).laid([tuple(axes) for axes in split], partial)
+
+
+def test_two_thousand_ways_cost_at_most_those_in_a_fixed_order() -> None:
+    random, cheaper = Random(0), 0
+    for _ in range(2000):
+        before = drawn(random)
+        after = drawn(random, before.partial)
+        ours, theirs = cost_of(before, after), in_order(before, after)
+        assert ours <= theirs + 1e-6, f"{before} to {after}"
+        cheaper += ours < theirs - 1e-6
+    assert cheaper > 200
+
+
+def test_control_a_search_without_changes_of_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths._Search, "_swaps", lambda self, at: ())
+    paths._moves.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_no_way_is_cheaper_than_the_one_that_is_taken()
+    finally:
+        paths._moves.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        ("[/a,_]+b", "[/a,/b]", ["reduce_scatter"]),
+        ("[/a,_]", "[_,/b]", ["part", "all_gather"]),
+        ("[/a/b,_]", "[_,/a/b]", ["all_to_all"]),
+        ("[_,_]+a+b", "[_,_]", ["all_reduce"]),
+        ("[_,_]+a", "[/b,_]", ["part", "all_reduce"]),
+    ],
+)
+def test_moves_come_in_the_cheapest_order(before: str, after: str, kinds: list[str]) -> None:
+    def read(text: str) -> TensorType:
+        dims, *partial = text.split("+")
+        axes = [tuple(part.split("/")[1:]) for part in dims.strip("[]").split(",")]
+        return TensorType("f32", SHAPE).laid(axes, partial)
+
+    assert [move.kind for move in moves(read(before), read(after), SIZES)] == kinds
