@@ -60,6 +60,7 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.defaults import AHEAD, HEARTBEAT, QUEUE, THROUGHPUT, TIMEOUT, WARN, WRAP
 from penstock.runtime.messages.ledger import CopyTimes, LedgerEntry
+from penstock.runtime.state.home_files import home_warnings
 from penstock.runtime.telemetry.steps import StepsUnderWay
 from penstock.runtime.telemetry.trace import CollectiveTimes, Event
 from penstock.runtime.worker.evaluation import count_evaluation, mean_loss
@@ -110,6 +111,8 @@ class Job(JobText):
         check_job(options, bundle)
         self.bundle = bundle
         self.module: Module = bundle.module
+        for warning in home_warnings(self.module):
+            say(f"warning: {warning}")
         assert self.module.schedule is not None
         self.microbatches = self.module.schedule.microbatches
         self.trains = loss_stage(self.module) is not None

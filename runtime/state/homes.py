@@ -3,25 +3,20 @@
 In: the image of an item (ir/memory/items.py) and a space of the cluster. Out: the item's variables as tensors while it
 is on the device.
 
-A home is a `Home`, which moves whole images. `FileHome` is a file without a name in the folder of the space: it goes
-with the process, however that ends. It is read and written in pieces of 1 MiB, and what is in the system's cache of it
-is dropped behind, so that it takes memory nowhere. Its room is reserved at once: a disk that is full says so before
-training begins.
-
-A rank has one thread for each direction. `bring` takes memory and begins to read, `store` begins to write, and
-`let_go` gives the memory back once that is done. Nothing but these waits holds the program up. An error of a thread is
-raised where it is waited for.
+A home is a `Home`, which moves whole images; the only kind so far is a file (home_files.py). A rank has one thread for
+each direction. `bring` takes memory and begins to read, `store` begins to write, and `let_go` gives the memory back
+once that is done. Nothing but these waits holds the program up. An error of a thread is raised where it is waited for.
+So is one where nothing moved for a whole time limit: the threads end with the process, even where a disk never answers.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
+import queue
+import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
@@ -35,94 +30,20 @@ from penstock.runtime.messages.ledger import CopyTimes
 from penstock.support.errors import PenstockError, VerifyError
 from penstock.support.words import shown_bytes
 
-_PIECE = 1 << 20
-# What is written is flushed after so many bytes: until then the system holds it in memory.
-_FLUSHED = 32 << 20
+from .home_files import FileHome, memory_for
 
 
 class Home(Protocol):
-    """Memory for an image in another space. Reads and writes move all of it."""
+    """Memory for an image in another space. Reads and writes move all of it, and call `moved` as they get on."""
 
-    def read(self, memory: memoryview) -> None: ...
-    def write(self, memory: memoryview) -> None: ...
+    def read(self, memory: memoryview, moved: Callable[[], None] = ...) -> None: ...
+    def write(self, memory: memoryview, moved: Callable[[], None] = ...) -> None: ...
 
     def mapped(self) -> mmap.mmap:
         """Return what is at home as memory, without a copy."""
 
     def copied(self) -> Home:
         """Return a home with the same contents, which no later write changes."""
-
-
-class FileHome:
-    """A home in a file of a folder; of the folder for temporary files if none is named."""
-
-    def __init__(self, space: Space, nbytes: int) -> None:
-        self._space, self._nbytes = space, nbytes
-        self._folder = space.path or tempfile.gettempdir()
-        try:
-            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
-                self._file = os.dup(file.fileno())
-            weakref.finalize(self, os.close, self._file)
-            os.posix_fallocate(self._file, 0, nbytes)
-        except OSError as error:
-            raise self._error("make room in", error) from error
-
-    def read(self, memory: memoryview) -> None:
-        try:
-            for start in range(0, self._nbytes, _PIECE):
-                self._fill(memory[start : start + _PIECE], start)
-                self._forget(start, _PIECE)
-        except OSError as error:
-            raise self._error("read from", error) from error
-
-    def write(self, memory: memoryview) -> None:
-        unflushed = 0
-        try:
-            for start in range(0, self._nbytes, _PIECE):
-                piece = memory[start : start + _PIECE]
-                written = 0
-                while written < len(piece):
-                    written += os.pwrite(self._file, piece[written:], start + written)
-                if start + _PIECE - unflushed >= _FLUSHED or start + _PIECE >= self._nbytes:
-                    os.fdatasync(self._file)
-                    self._forget(unflushed, start + _PIECE - unflushed)
-                    unflushed = start + _PIECE
-        except OSError as error:
-            raise self._error("write to", error) from error
-
-    def mapped(self) -> mmap.mmap:
-        return mmap.mmap(self._file, self._nbytes)
-
-    def copied(self) -> FileHome:
-        other, piece = FileHome(self._space, self._nbytes), bytearray(min(_PIECE, self._nbytes))
-        try:
-            for start in range(0, self._nbytes, _PIECE):
-                view = memoryview(piece)[: self._nbytes - start]
-                self._fill(view, start)
-                done = 0
-                while done < len(view):
-                    done += os.pwrite(other._file, view[done:], start + done)
-        except OSError as error:
-            raise self._error("copy", error) from error
-        return other
-
-    def _fill(self, piece: memoryview, start: int) -> None:
-        read = 0
-        while read < len(piece):
-            count = os.preadv(self._file, [piece[read:]], start + read)
-            if not count:
-                raise OSError(f"the file ends at {start + read} bytes")
-            read += count
-
-    def _forget(self, start: int, nbytes: int) -> None:
-        os.posix_fadvise(self._file, start, nbytes, os.POSIX_FADV_DONTNEED)
-
-    def _error(self, what: str, error: OSError) -> PenstockError:
-        return PenstockError(
-            f"cannot {what} memory space {self._space.name}, {shown_bytes(self._nbytes)}: {error.strerror or error}",
-            where=self._folder,
-            hint="`path` of the [[space]] in the cluster file, or --spill, names another folder",
-        )
 
 
 def open_home(space: Space, nbytes: int) -> Home:
@@ -132,36 +53,90 @@ def open_home(space: Space, nbytes: int) -> Home:
 
 class _Copying(NamedTuple):
     text: str
+    kind: str
     times: Future[tuple[float, float]]
 
 
-class Lanes:
-    """The threads of a rank that copy, one for each direction, and what they did where a run is traced."""
+class _Lane:
+    """A thread that does one copy after the other, and when it last moved something."""
 
-    def __init__(self) -> None:
-        self._threads = {
-            kind: ThreadPoolExecutor(1, thread_name_prefix=name)
-            for kind, name in ((COPY_IN, "copies in"), (COPY_OUT, "copies out"))
-        }
+    def __init__(self, name: str) -> None:
+        self._name, self._work = name, queue.SimpleQueue[Callable[[], None]]()
+        self._thread: threading.Thread | None = None
+        self.moved_at = 0.0
+
+    def moved(self) -> None:
+        self.moved_at = time.monotonic()
+
+    def submit(self, copy: Callable[[], tuple[float, float]]) -> Future[tuple[float, float]]:
+        """Have a copy done; the first one begins the thread."""
+        future: Future[tuple[float, float]] = Future()
+
+        def work() -> None:
+            self.moved()
+            try:
+                future.set_result(copy())
+            except BaseException as error:  # it is raised where the copy is waited for
+                future.set_exception(error)
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.put(work)
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+
+
+class Lanes:
+    """The threads of a rank that copy, one for each direction, and what they did where a run is traced. `timeout` are
+    the seconds without any progress after which a copy is given up."""
+
+    def __init__(self, timeout: float = 300.0) -> None:
+        self._lanes = {COPY_IN: _Lane("copies in"), COPY_OUT: _Lane("copies out")}
+        self._timeout = timeout
         self.done: list[CopyTimes] | None = None
 
-    def begin(self, kind: str, copy: Callable[[memoryview], None], memory: mmap.mmap) -> Future[tuple[float, float]]:
+    def begin(
+        self, text: str, kind: str, copy: Callable[[memoryview, Callable[[], None]], None], memory: mmap.mmap
+    ) -> _Copying:
         """Begin a copy; its result are the times of its begin and its end."""
+        lane = self._lanes[kind]
 
         def run() -> tuple[float, float]:
             begun = time.monotonic()
             with memoryview(memory) as view:
-                copy(view)
+                copy(view, lane.moved)
             return begun, time.monotonic()
 
-        return self._threads[kind].submit(run)
+        return _Copying(text, kind, lane.submit(run))
 
-    def wait(self, copying: _Copying, nbytes: int) -> None:
+    def wait(self, copying: _Copying, image: Image) -> None:
         """Wait for a copy, and write down its times."""
         began_to_wait = time.monotonic()
-        begun, ended = copying.times.result()
+        begun, ended = self.result(copying, image)
         if self.done is not None:
-            self.done.append(CopyTimes(copying.text, nbytes, begun, ended, max(0.0, ended - began_to_wait)))
+            self.done.append(CopyTimes(copying.text, image.nbytes, begun, ended, max(0.0, ended - began_to_wait)))
+
+    def result(self, copying: _Copying, image: Image) -> tuple[float, float]:
+        """Return the times of a copy; an error where nothing of its lane moves any more."""
+        lane, since = self._lanes[copying.kind], time.monotonic()
+        while True:
+            left = max(lane.moved_at, since) + self._timeout - time.monotonic()
+            with suppress(TimeoutError):
+                return copying.times.result(max(0.001, left))
+            # The copy itself may raise such an error, too.
+            if copying.times.done():
+                return copying.times.result()
+            if left <= 0:
+                raise PenstockError(
+                    f"copying {shown_bytes(image.nbytes)} {'from' if copying.kind == COPY_IN else 'to'} memory space "
+                    f"{image.space} has not moved on for {self._timeout:g} s",
+                    where=copying.text,
+                    hint="the disk of the space does not answer; --timeout allows more",
+                )
 
 
 class HomedItem:
@@ -183,38 +158,38 @@ class HomedItem:
         """Take memory, and begin to copy what is at home into it, if it is to be `filled`."""
         if self._memory is not None:
             raise VerifyError("is on the device already", where=self._where)
-        self._memory = mmap.mmap(-1, self.image.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = memory_for(self.image.nbytes)
         # Memory is new each time, and large pages come faster. A system that has none refuses the advice.
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensors = self._cut(self._memory)
         if filled:
-            self._coming = _Copying(text, self._lanes.begin(COPY_IN, self._home.read, self._memory))
+            self._coming = self._lanes.begin(text, COPY_IN, self._home.read, self._memory)
 
     def wait(self) -> None:
         """Wait until it is on the device."""
         coming, self._coming = self._coming, None
         if coming is not None:
-            self._lanes.wait(coming, self.image.nbytes)
+            self._lanes.wait(coming, self.image)
 
     def store(self, text: str = "") -> None:
         """Begin to copy it to its home."""
         self.wait()
         if self._memory is None:
             raise VerifyError("is to be copied out, and is not on the device", where=self._where)
-        self._leaving = _Copying(text, self._lanes.begin(COPY_OUT, self._home.write, self._memory))
+        self._leaving = self._lanes.begin(text, COPY_OUT, self._home.write, self._memory)
 
     def settle(self) -> None:
         """Wait until what was copied out is at home; an error of the copy is raised here."""
         if self._leaving is not None:
-            self._leaving.times.result()
+            self._lanes.result(self._leaving, self.image)
 
     def let_go(self) -> None:
         """Give its memory back, once it is at home."""
         self.wait()
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            self._lanes.wait(leaving, self.image.nbytes)
+            self._lanes.wait(leaving, self.image)
         # The memory goes with the last tensor of it.
         self._tensors, self._memory = {}, None
 

@@ -287,7 +287,7 @@ class Worker:
 
     def _load_stores(self, programs: Mapping[int, StageProgram]) -> None:
         """Load the variables of all stages of the rank, one after the other."""
-        self.lanes = Lanes()
+        self.lanes = Lanes(self.setup.timeout)
         self.stores = {stage: self._load_store(stage, program.device) for stage, program in programs.items()}
         # Copies are written down from here on.
         self.lanes.done = [] if self.setup.trace else None

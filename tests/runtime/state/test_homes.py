@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from penstock.ir.cluster.cluster import Space
-from penstock.ir.graph import STATE, Slot, Var
+from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.graph import STATE, Module, Slot, Var
 from penstock.ir.memory.items import ALIGNMENT, Image, image_of
 from penstock.ir.types import TensorType
-from penstock.runtime.state.homes import FileHome, HomedItem, Lanes, open_home
+from penstock.runtime.state.home_files import FileHome, home_warnings, in_memory, memory_for
+from penstock.runtime.state.homes import HomedItem, Lanes, open_home
 from penstock.runtime.state.store import Store
 from penstock.support.errors import PenstockError, VerifyError
 
@@ -92,11 +96,11 @@ class LateHome(FileHome):
         super().__init__(space, nbytes)
         self.may, self.failure = threading.Event(), ""
 
-    def write(self, memory: memoryview) -> None:
+    def write(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
         assert self.may.wait(20)
         if self.failure:
             raise PenstockError(self.failure)
-        super().write(memory)
+        super().write(memory, moved)
 
 
 def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
@@ -169,13 +173,13 @@ class SlowHome:
     def __init__(self, failure: str = "") -> None:
         self.may, self.failure = threading.Event(), failure
 
-    def read(self, memory: memoryview) -> None:
+    def read(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
         assert self.may.wait(20)
         if self.failure:
             raise PenstockError(self.failure)
         memory[:1] = b"\x07"
 
-    def write(self, memory: memoryview) -> None: ...
+    def write(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None: ...
 
     def mapped(self) -> mmap.mmap:
         raise NotImplementedError
@@ -203,6 +207,55 @@ def test_an_error_of_a_thread_is_raised_where_it_is_waited_for() -> None:
         homed.wait()
 
 
+def test_a_copy_that_does_not_move_on_is_given_up() -> None:
+    """The control: one that gets on, slowly, is waited for longer than that."""
+    home = SlowHome()
+    homed = HomedItem(image(), home, Lanes(timeout=0.05))
+    homed.bring("0CI0:o")
+    with pytest.raises(PenstockError, match=r"0CI0:o: copying .* from memory space disk has not moved on for 0.05 s"):
+        homed.wait()
+    home.may.set()
+
+    class Slowly(SlowHome):
+        def read(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+            for _ in range(10):
+                self.may.wait(0.02)
+                moved()
+
+    homed = HomedItem(image(), Slowly(), Lanes(timeout=0.1))
+    homed.bring()
+    homed.wait()
+
+
+def test_what_is_written_stands_in_no_cache(tmp_path) -> None:
+    """Pages of the file that the system holds, by what it says of a mapping. The control: a read through the cache."""
+    if in_memory(str(tmp_path)):
+        pytest.skip("files of this folder lie in memory")
+    home, memory = FileHome(Space("disk", path=str(tmp_path)), 8 << 20), memory_for(8 << 20)
+    memory[:1] = b"\x07"
+    home.write(memoryview(memory))
+    home.read(memoryview(memory))
+    assert cached_pages(home.mapped()) == 0
+    mapped = home.mapped()
+    assert mapped[0] == 7
+    assert cached_pages(mapped) > 0
+
+
+def cached_pages(memory: mmap.mmap) -> int:
+    pages = len(memory) // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * pages)()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    library = ctypes.CDLL(None, use_errno=True)
+    assert library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), found) == 0
+    return sum(page & 1 for page in found)
+
+
+def test_folders_in_memory_are_known(tmp_path) -> None:
+    assert in_memory("/dev/shm") == "tmpfs"
+    assert not in_memory("/proc")
+    assert not in_memory(str(tmp_path / "missing"))
+
+
 def test_a_folder_that_has_no_room_says_so_at_once(tmp_path) -> None:
     with pytest.raises(PenstockError, match=r"missing: cannot make room in memory space disk, 4.0 KiB: No such file"):
         FileHome(Space("disk", path=str(tmp_path / "missing")), 4096)
@@ -211,4 +264,11 @@ def test_a_folder_that_has_no_room_says_so_at_once(tmp_path) -> None:
     small = FileHome(Space("disk", path=str(tmp_path)), 4096)
     os.ftruncate(small._file, 100)
     with pytest.raises(PenstockError, match=r"cannot read from memory space disk.*the file ends at 100 bytes"):
-        small.read(memoryview(bytearray(4096)))
+        small.read(memoryview(memory_for(4096)))
+
+
+def test_a_home_in_memory_is_warned_of(tmp_path) -> None:
+    module = Module("m", vars=VARS, cluster=replace(Cluster.local(1), spaces=(Space("disk", path="/dev/shm"),)))
+    (warning,) = home_warnings(module)
+    assert "disk is in /dev/shm, a tmpfs" in warning
+    assert not [*home_warnings(module.but(vars={}))]

@@ -1,0 +1,165 @@
+"""Homes in files: memory for an image in the folder of a space.
+
+In: a space and a number of bytes. Out: a `FileHome`, a file without a name: it goes with the process, however that
+ends. Its room is reserved at once: a disk that is full says so before training begins.
+
+The system's cache of files has no part in it: what is read and written in pieces of 4 MiB goes between the disk and the
+memory of the rank (direct input and output). So a home takes memory nowhere, and has the disk's bandwidth. File systems
+that have none of that, such as those in memory, go through the cache, which is dropped behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+
+from penstock.ir.cluster.cluster import Space
+from penstock.ir.graph import Module
+from penstock.support.errors import PenstockError
+from penstock.support.words import shown_bytes
+
+_PIECE = 4 << 20
+# What goes through the cache is flushed after so many bytes: until then the system holds it in memory.
+_FLUSHED = 32 << 20
+# Direct reads and writes are of whole blocks, from memory that begins at one.
+_BLOCK = 4096
+# File systems whose files lie in memory.
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+def room_of(nbytes: int) -> int:
+    """Return the bytes of memory and file that an image takes: whole blocks."""
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def memory_for(nbytes: int) -> mmap.mmap:
+    """Take memory for an image: new and private, at the beginning of a page."""
+    return mmap.mmap(-1, max(_BLOCK, room_of(nbytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class FileHome:
+    """A home in a file of a folder; of the folder for temporary files if none is named. It reads and writes memory of
+    `memory_for`, and calls `moved` for every piece."""
+
+    def __init__(self, space: Space, nbytes: int) -> None:
+        self._space, self._nbytes, self._room = space, nbytes, max(_BLOCK, room_of(nbytes))
+        self._folder = folder_of(space)
+        try:
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+                self._file = os.dup(file.fileno())
+            weakref.finalize(self, os.close, self._file)
+            os.posix_fallocate(self._file, 0, self._room)
+        except OSError as error:
+            raise self._error("make room in", error) from error
+        self._direct = _without_cache(self._file)
+
+    def read(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+        try:
+            for start, size in self._pieces():
+                self._fill(memory[start : start + size], start)
+                if not self._direct:
+                    self._forget(start, size)
+                moved()
+        except OSError as error:
+            raise self._error("read from", error) from error
+
+    def write(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+        unflushed = 0
+        try:
+            for start, size in self._pieces():
+                self._put(memory[start : start + size], start)
+                end = start + size
+                if not self._direct and (end - unflushed >= _FLUSHED or end >= self._room):
+                    os.fdatasync(self._file)
+                    self._forget(unflushed, end - unflushed)
+                    unflushed = end
+                moved()
+        except OSError as error:
+            raise self._error("write to", error) from error
+
+    def mapped(self) -> mmap.mmap:
+        return mmap.mmap(self._file, self._room)
+
+    def copied(self) -> FileHome:
+        other, piece = FileHome(self._space, self._nbytes), memory_for(min(_PIECE, self._room))
+        try:
+            with memoryview(piece) as memory:
+                for start, size in self._pieces():
+                    self._fill(memory[:size], start)
+                    other._put(memory[:size], start)
+        except OSError as error:
+            raise self._error("copy", error) from error
+        return other
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self._room, _PIECE):
+            yield start, min(_PIECE, self._room - start)
+
+    def _fill(self, piece: memoryview, start: int) -> None:
+        read = 0
+        while read < len(piece):
+            count = os.preadv(self._file, [piece[read:]], start + read)
+            if not count or (count % _BLOCK and self._direct):
+                raise OSError(f"the file ends at {start + read + count} bytes")
+            read += count
+
+    def _put(self, piece: memoryview, start: int) -> None:
+        written = 0
+        while written < len(piece):
+            written += os.pwrite(self._file, piece[written:], start + written)
+
+    def _forget(self, start: int, nbytes: int) -> None:
+        os.posix_fadvise(self._file, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _error(self, what: str, error: OSError) -> PenstockError:
+        return PenstockError(
+            f"cannot {what} memory space {self._space.name}, {shown_bytes(self._nbytes)}: {error.strerror or error}",
+            where=self._folder,
+            hint="`path` of the [[space]] in the cluster file, or --spill, names another folder",
+        )
+
+
+def folder_of(space: Space) -> str:
+    """Return the folder of a space."""
+    return space.path or tempfile.gettempdir()
+
+
+def in_memory(folder: str) -> str:
+    """Name the file system of a folder whose files lie in memory; nothing where they do not, or where the system does
+    not say."""
+    try:
+        device = os.stat(folder).st_dev
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            lines = [line.split() for line in mounts]
+    except OSError:
+        return ""
+    place = f"{os.major(device)}:{os.minor(device)}"
+    kinds = {line[2]: line[line.index("-") + 1] for line in lines if "-" in line}
+    kind = kinds.get(place, "")
+    return kind if kind in _IN_MEMORY else ""
+
+
+def home_warnings(module: Module) -> Iterator[str]:
+    """Yield what is wrong with the folders of spaces that a module has homes in, as far as this host can tell."""
+    names = {var.home for var in module.vars.values() if var.home}
+    for space in () if module.cluster is None else module.cluster.spaces:
+        folder = folder_of(space)
+        if space.name in names and (kind := in_memory(folder)):
+            yield (
+                f"memory space {space.name} is in {folder}, a {kind}, whose files lie in memory: what is at home there "
+                "frees none; --spill or TMPDIR names a folder on a disk"
+            )
+
+
+def _without_cache(file: int) -> bool:
+    """Take the system's cache out of the way to a file; return whether the file system can do that."""
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | direct)
+    except OSError:
+        return False
+    return bool(direct)
