@@ -2,7 +2,8 @@
 
 Text form: `f32[64,512]`, symbolic dimensions `f32[B,512]`, a dimension split over mesh axes `f32[64/dp,512]`, a sum
 that is still partial over an axis `f32[64,512]+tp`. In `f32[64,3*768/tp]` a dimension has three blocks, each of which
-is split. `str(t)` and `parse_type` are exact inverses.
+is split. In `f32[64,-2*384/tp]` every second block is dealt out from the last device to the first: the dimension lies
+in *folded* order, and each device has an early and a late part. `str(t)` and `parse_type` are exact inverses.
 
 Sizes are those of the whole tensor. A dimension of n elements that is split k ways lies in contiguous parts of
 ceil(n/k); of several axes the first is major. `local` is the part of one device. Its last parts may reach beyond the
@@ -68,7 +69,8 @@ def dtype_of(array_dtype: object) -> str:
 class TensorType(NamedTuple):
     """The type of a tensor: element type, shape, and how it lies on a mesh. `axes[i]` are the mesh axes that split
     dimension i (empty: replicated); `partial` are axes with an unreduced sum; `blocks[i]` counts the blocks of
-    dimension i, each of which is split (empty: one block each). `laid` makes types in this form."""
+    dimension i, each of which is split (empty: one block each). Folded dimensions have a negative number of blocks.
+    `laid` makes types in this form."""
 
     dtype: str
     shape: tuple[Dim, ...]
@@ -122,7 +124,7 @@ class TensorType(NamedTuple):
         return self.axes[dim] if self.axes else ()
 
     def blocks_of(self, dim: int) -> int:
-        """Return the number of blocks of a dimension."""
+        """Return the number of blocks of a dimension, negative where it lies in folded order."""
         return self.blocks[dim] if self.blocks else 1
 
     def laid(
@@ -135,7 +137,7 @@ class TensorType(NamedTuple):
             self.shape,
             tuple(map(tuple, axes)) if any(axes) else (),
             tuple(sorted(partial)),
-            kept if any(b > 1 for b in kept) else (),
+            kept if any(b != 1 for b in kept) else (),
         )
 
     def local(self, sizes: Mapping[str, int]) -> TensorType:
@@ -157,7 +159,12 @@ def _nbytes(t: TensorType) -> int:
 
 def part_size(n: int, parts: int, blocks: int = 1) -> int:
     """Return the elements of one part of a dimension of n elements, each block of which is split so many ways."""
-    return blocks * -(-(n // blocks) // parts)
+    return abs(blocks) * -(-(n // abs(blocks)) // parts)
+
+
+def place_in_block(block: int, index: int, parts: int, blocks: int) -> int:
+    """Return which part of a block the device with a number among so many has."""
+    return parts - 1 - index if blocks < 0 and block % 2 else index
 
 
 @lru_cache(maxsize=65536)
@@ -174,16 +181,16 @@ def _type_str(t: TensorType) -> str:
     if t.is_plain:
         return f"{t.dtype}[{','.join(map(str, t.shape))}]"
     dims = [
-        (f"{b}*{n // b}" if (b := t.blocks_of(i)) > 1 and isinstance(n, int) else str(n))
+        (f"{b}*{n // abs(b)}" if (b := t.blocks_of(i)) != 1 and isinstance(n, int) else str(n))
         + "".join("/" + axis for axis in t.axes_of(i))
         for i, n in enumerate(t.shape)
     ]
     return f"{t.dtype}[{','.join(dims)}]" + "".join("+" + axis for axis in t.partial)
 
 
-TYPE_PATTERN = r"\w+\[[\w,/*]*\](?:\+\w+)*"
-_TYPE = re.compile(r"(\w+)\[([\w,/*]*)\]((?:\+\w+)*)")
-_DIM = re.compile(r"(?:([1-9]\d*)\*)?(\d+|[A-Za-z_]\w*)((?:/[A-Za-z_]\w*)*)")
+TYPE_PATTERN = r"\w+\[[\w,/*-]*\](?:\+\w+)*"
+_TYPE = re.compile(r"(\w+)\[([\w,/*-]*)\]((?:\+\w+)*)")
+_DIM = re.compile(r"(?:(-?[1-9]\d*)\*)?(\d+|[A-Za-z_]\w*)((?:/[A-Za-z_]\w*)*)")
 
 
 @lru_cache(maxsize=65536)
@@ -199,18 +206,23 @@ def parse_type(text: str) -> TensorType:
     blocks: list[int] = []
     for part in match[2].split(",") if match[2] else ():
         dim = _DIM.fullmatch(part)
-        if dim is None or (dim[1] and not (dim[2].isdigit() and dim[3] and int(dim[1]) > 1)):
+        if dim is None or (dim[1] and not (dim[2].isdigit() and dim[3] and are_blocks(int(dim[1])))):
             raise ValueError(
                 f"bad dimension {part!r} in {text!r}, expected a number or a name, then /axis for each mesh axis; "
-                "a number of blocks, such as 3*256/tp, stands before sizes that are split"
+                "a number of blocks, such as 3*256/tp, or -2*256/tp in folded order, stands before sizes that are split"
             )
         blocks.append(int(dim[1] or 1))
-        shape.append(int(dim[2]) * blocks[-1] if dim[2].isdigit() else dim[2])
+        shape.append(int(dim[2]) * abs(blocks[-1]) if dim[2].isdigit() else dim[2])
         axes.append(tuple(dim[3].split("/")[1:]))
     partial = tuple(match[3].split("+")[1:])
     if partial != tuple(sorted(partial)):
         raise ValueError(f"bad tensor type {text!r}, expected the axes of partial sums in alphabetical order")
     return TensorType(match[1], tuple(shape)).laid(axes, partial, blocks)
+
+
+def are_blocks(blocks: int) -> bool:
+    """Return whether a number says how many blocks of a dimension are split: several, and pairs in folded order."""
+    return blocks > 1 or (blocks < 0 and blocks % 2 == 0)
 
 
 def broadcast_shapes(*shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:

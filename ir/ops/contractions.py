@@ -188,7 +188,7 @@ ROWS = (
         causal=False,
         scale=Required(float),
         flops=_attention_flops,
-        dims="b h s^ d^, b h t^ d^, b h t^ e^ -> b h s^ e^, b h s^, b h s^",
+        dims="b h s*= d^, b h s*= d^, b h s*= e^ -> b h s*= e^, b h s*=, b h s*=",
     ),
     row(
         "attention_grad",
@@ -199,6 +199,7 @@ ROWS = (
         causal=False,
         scale=Required(float),
         flops=_attention_grad_flops,
-        dims="b h s^ e^, b h s^ d^, b h t^ d^, b h t^ e^, b h s^ e^, b h s^, b h s^ -> b h s^ d^, b h t^ d^, b h t^ e^",
+        dims="b h s*= e^, b h s*= d^, b h s*= d^, b h s*= e^, b h s*= e^, b h s*=, b h s*= "
+        "-> b h s*= d^, b h s*= d^, b h s*= e^",
     ),
 )

@@ -10,7 +10,7 @@ from penstock.ir.attrs import Attrs
 from penstock.ir.graph import Op
 from penstock.ir.ops import integer, ints, reduced_axes
 
-from .splits import OWN, SUM, WHOLE, Factors, Name, SplitRule, build
+from .splits import EQUAL, OWN, SUM, WHOLE, Factors, Name, SplitRule, build
 
 Computed = Callable[[Op, Attrs], SplitRule]
 
@@ -166,18 +166,29 @@ def _pool(image: int, result: int) -> Computed:
     return rule
 
 
-def _attention(grad: bool) -> Computed:
+def _attention(grad: bool, apart: bool = False) -> Computed:
+    """Return the rule of attention or its gradient. Where there are as many queries as keys, the positions of both may
+    be split together: keys and values go round (passes/sharding/rings). `apart` names them apart."""
+
     def rule(op: Op, a: Attrs) -> SplitRule:
-        q, k, v = (["b", "h", where, size] for where, size in (("s", "d"), ("t", "d"), ("t", "e")))
+        queries, keys = (op.ins[i + grad].type.dims[2] for i in range(2))
+        alike = queries == keys and not apart
+        of_keys = "s" if alike else "t"
+        q, k, v = (["b", "h", where, size] for where, size in (("s", "d"), (of_keys, "d"), (of_keys, "e")))
         y, row = ["b", "h", "s", "e"], ["b", "h", "s"]
         names = [y, q, k, v, y, row, row] if grad else [q, k, v]
         results = [q, k, v] if grad else [y, row, row]
         if len(op.ins) > len(names):
+            # A rank has what the mask says of its own queries, about all keys.
             scores = ["b", "h", "s", "t"]
             names = [*names, scores[4 - op.ins[-1].type.rank :]]
-        return build([*names, *results], _shapes(op), len(op.ins), dict.fromkeys("stde", WHOLE))
+        marks = dict.fromkeys("stde" if not alike else "tde", WHOLE) | ({"s": OWN + EQUAL} if alike else {})
+        return build([*names, *results], _shapes(op), len(op.ins), marks)
 
     return rule
+
+
+attention_apart = _attention(grad=False, apart=True)
 
 
 def _put(op: Op, a: Attrs) -> SplitRule:

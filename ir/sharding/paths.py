@@ -133,7 +133,7 @@ class _Search:
             for kept in range(len(axes)):
                 left = self._gathered(at, join, kept) if at.blocks_of(join) == 1 else None
                 for dim in range(at.rank) if left is not None else ():
-                    if dim == join or at.blocks_of(dim) > 1 or (not at.axes_of(dim) and self.goal.blocks_of(dim) > 1):
+                    if dim == join or at.blocks_of(dim) != 1 or (not at.axes_of(dim) and self.goal.blocks_of(dim) != 1):
                         continue
                     assert left is not None
                     if (after := self._split(left, dim, axes[kept:])) is not None:

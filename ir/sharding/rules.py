@@ -2,7 +2,7 @@
 
 In: an operation with whole shapes. Out: its rule. Dimensions with one name are split alike. A name's mark says what a
 split means. Without one it asks for nothing else. `+` leaves sums to be added up: results that lack the name are
-partial. `^` is refused, and `*` needs the operation's own local form.
+partial. `^` is refused, and `*` needs the operation's own local form. `=` asks for equal parts.
 
 The rule comes from the row's dimension string, made concrete by the operation's shapes and attributes. Rows whose
 dimensions depend on attributes in other ways have a function in computed.py.
@@ -24,7 +24,7 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Exact, attrs_of, complete_attrs, definition, exact_attrs
 from penstock.ir.types import FLOATS, TensorType
 
-from .computed import COMPUTED
+from .computed import COMPUTED, attention_apart
 from .splits import WHOLE, SplitRule, build
 
 
@@ -39,7 +39,7 @@ class _Token(NamedTuple):
 
 # Operations that divide: quotients of whole numbers are truncated, and do not add up to the quotient of the sum.
 _TRUNCATING = ("div", "mean")
-_TOKEN = re.compile(r"([A-Za-z]\w*)?(\.\.\.)?([\^+*]*)(?:@(\w+))?")
+_TOKEN = re.compile(r"([A-Za-z]\w*)?(\.\.\.)?([\^+*=]*)(?:@(\w+))?")
 
 
 @lru_cache(maxsize=256)
@@ -77,6 +77,11 @@ def rule_of(op: Op) -> SplitRule:
 def _known_rule(kind: str, ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], attrs: Exact) -> SplitRule:
     values = [tuple(Value(f"x{i}", t) for i, t in enumerate(types)) for types in (ins, outs)]
     return _rule(Op(kind, values[0], values[1], attrs_of(attrs)))
+
+
+def rule_apart(op: Op) -> SplitRule:
+    """Return the rule of an operation in which the queries and the keys of an attention have names of their own."""
+    return attention_apart(op, complete_attrs(op)) if op.kind == "attention" else rule_of(op)
 
 
 def _rule(op: Op) -> SplitRule:

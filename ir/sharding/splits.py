@@ -1,7 +1,7 @@
 """Names of dimensions, and splits of them: what the rule of an operation is made of.
 
 A dimension may have several factors, the major one first: [b, (h e)] of a reshape. A split of its first factor splits
-the dimension; a split of a later one splits each of its blocks.
+the dimension; a split of a later one splits each of its blocks. A negative number of blocks is folded order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from penstock.ir.types import TensorType
 
-FREE, SUM, WHOLE, OWN = "", "+", "^", "*"
+FREE, SUM, WHOLE, OWN, EQUAL = "", "+", "^", "*", "="
 
 
 class Split(NamedTuple):
@@ -50,6 +50,9 @@ class SplitRule:
     def has_own_form(self, name: str) -> bool:
         return OWN in self.marks.get(name, FREE)
 
+    def needs_equal(self, name: str) -> bool:
+        return EQUAL in self.marks.get(name, FREE)
+
     def operands(self) -> Iterator[Dimensions]:
         """Yield the dimensions of operands and results."""
         yield from self.ins
@@ -64,9 +67,10 @@ def read_split(factors: Factors, split: Split, sizes: Mapping[str, int], parts: 
     before = 1
     for i, name in enumerate(factors):
         n, blocks = sizes[name], split.blocks // before
-        if split.blocks % before == 0 and n > blocks:
+        # A pair of blocks in folded order is one of a factor's own.
+        if split.blocks % before == 0 and n > abs(blocks) and (blocks > 0 or blocks % 2 == 0):
             # Parts are equal where the factor has others behind it, or blocks.
-            equal = blocks > 1 or i + 1 < len(factors)
+            equal = blocks != 1 or i + 1 < len(factors)
             return (name, Split(split.axes, blocks)) if not equal or n % (blocks * parts) == 0 else None
         before *= n
     return None

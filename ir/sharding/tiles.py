@@ -6,6 +6,7 @@ covers is padding, which is zero.
 
     f32[10/tp] at the last of 4 places: 9..10 lies at 0, the local array has 3 elements, two of them are padding
     f32[2*4/tp] at the first of 2 places: 0..2 lies at 0, 4..6 at 2
+    f32[-2*4/tp] at the first of 2 places: 0..2 lies at 0, 6..8 at 2
 
 A dimension has several ranges where it has blocks. Ranges that follow each other in both arrays are one. So tiles with
 the same elements at the same places are equal, and each tile is named by its ranges alone (`ranges`).
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.ir.graph import Mesh, Module
-from penstock.ir.types import TensorType, numpy_dtype
+from penstock.ir.types import TensorType, numpy_dtype, place_in_block
 
 # For every dimension, the ranges of the whole tensor: from the first element to the one after the last.
 Ranges = tuple[tuple[tuple[int, int], ...], ...]
@@ -91,10 +92,14 @@ def tile_of(type: TensorType, mesh: Mesh, place: int) -> TensorTile:
 
 
 def _pieces(n: int, parts: int, index: int, blocks: int) -> tuple[Piece, ...]:
-    each = n // blocks
+    each = n // abs(blocks)
     size = -(-each // parts)
-    first, end = min(index * size, each), min((index + 1) * size, each)
-    return _joined(Piece(block * each + first, block * each + end, block * size) for block in range(blocks))
+    pieces = []
+    for block in range(abs(blocks)):
+        here = place_in_block(block, index, parts, blocks)
+        first, end = min(here * size, each), min((here + 1) * size, each)
+        pieces.append(Piece(block * each + first, block * each + end, block * size))
+    return _joined(pieces)
 
 
 def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:

@@ -123,6 +123,8 @@ def _read_names(
         name, split = read
         if not rule.may_split(name):
             yield f"dimension {dim} of {what} : {t} has to be whole; reshard it first"
+        elif rule.needs_equal(name) and rule.sizes[name] % (parts * split.blocks):
+            yield f"dimension {dim} of {what} : {t} does not lie in {parts} equal parts; reshard it first"
         if splits.setdefault(name, split) != split:
             yield f"dimension {dim} of {what} : {t} is split over {'/'.join(axes)}, its like otherwise"
 

@@ -9,6 +9,9 @@ first reader of the collective before, products that it does not need are comput
 them. Where that is not enough to hide it, its first reader moves down behind products that do not need its result.
 Other operations stay where they are: they become parts of the kernels before them, which would be held up.
 
+Links of a chain, collectives whose operand another one makes, as those of a ring, stand where they are: what is to hide
+them was written between them.
+
 Kept are the order of collectives, of what reads and what changes one variable, and of definition and use. So results
 are the same to the last bit. Where a move would let the largest sum of temporaries alive at once grow by more than
 `growth`, fewer products are put off, or none.
@@ -117,13 +120,20 @@ class _Order:
 
     def run(self) -> tuple[Op, ...]:
         for number, collective in enumerate(self.collectives):
+            if self._is_link(collective):
+                continue
             before = self.collectives[:number]
             most = len(self.order)
             # Half as many products put off, where memory does not hold the operands of all.
             while not self._try(self._begun_early(collective, before, most)) and most:
                 most = min(most, self._products_put_off) // 2
-            self._try(self._read_late(collective))
+            if not any(self._is_link(k) for k in self.readers[collective]):
+                self._try(self._read_late(collective))
         return tuple(self.ops[i] for i in self.order)
+
+    def _is_link(self, i: int) -> bool:
+        """Return whether an operation is a collective whose operand another one makes."""
+        return self.ops[i].kind in EXCHANGES and any(self.ops[k].kind in EXCHANGES for k in self.needs[i])
 
     def _try(self, order: list[int] | None) -> bool:
         """Take an order if memory allows; return whether it is taken."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.ir.graph import Graph, Namer, Op, Value
 from penstock.ir.ops import ints
-from penstock.ir.sharding.rules import rule_of
+from penstock.ir.sharding.rules import rule_apart
 from penstock.ir.sharding.splits import UNSPLIT, Dimensions, Split, SplitRule, read_split, split_of
 from penstock.ir.types import TensorType
 from penstock.passes.sharding.padding import ANYTHING, FINITE, ZERO, padding_of
@@ -111,7 +111,7 @@ class LengthWalk:
         marked = [x for x in op.ins if x.name in self.masks.laid]
         if not marked:
             return self._grow(op)
-        rule = rule_of(op)
+        rule = rule_apart(op)
         splits, problem = self._splits(op, rule)
         problem = problem or self._write(op, rule, splits)
         if problem:

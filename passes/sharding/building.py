@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 
 from penstock.ir.attrs import Attr
@@ -26,19 +27,34 @@ class LocalWriter:
         # The operation that is being made local: its place in the source, and annotations of what stands for it.
         self.loc = ""
         self.annotations: dict[str, Attr] = {}
+        # What values without a name are called after; nothing for their first operand.
+        self._base = ""
+
+    @contextmanager
+    def named_after(self, name: str) -> Iterator[None]:
+        """Call values without a name after this one, and not after their operands."""
+        before, self._base = self._base, name
+        yield
+        self._base = before
 
     def emit(self, kind: str, *ins: Value, name: str = "", **attrs: Attr) -> Value:
         """Write an operation with one result; without a name it gets a fresh one."""
-        op = make(kind, ins, [name or self.namer.fresh(f"{_base(ins)}.{kind}")], self.loc, **attrs, **self.annotations)
+        op = make(
+            kind,
+            ins,
+            [name or self.namer.fresh(f"{self._base or _base(ins)}.{kind}")],
+            self.loc,
+            **attrs,
+            **self.annotations,
+        )
         self.ops.append(op)
         return op.outs[0]
 
-    def emit_all(self, kind: str, *ins: Value, **attrs: Attr) -> tuple[Value, Value]:
-        """Write an operation with two results."""
-        names = [self.namer.fresh(f"{_base(ins)}.{kind}") for _ in range(2)]
+    def emit_all(self, kind: str, *ins: Value, count: int = 2, **attrs: Attr) -> tuple[Value, ...]:
+        """Write an operation with several results."""
+        names = [self.namer.fresh(f"{self._base or _base(ins)}.{kind}") for _ in range(count)]
         self.ops.append(make(kind, ins, names, self.loc, **attrs, **self.annotations))
-        first, second = self.ops[-1].outs
-        return first, second
+        return self.ops[-1].outs
 
     def put(self, op: Op) -> None:
         self.ops.append(op)

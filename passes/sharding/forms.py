@@ -14,6 +14,8 @@ from penstock.ir.ops import integer, reduced_axes
 from .building import LocalWriter
 from .calls import Form, LocalCall, is_uneven, lowest_of, narrowed, reduced, unpadded, widened
 from .halos import HALOS
+from .reshard import part_numbers
+from .rings.attention import RINGS
 from .rows import ROWS
 
 # ------------------------------------------------------------------------------------------------ reductions
@@ -147,12 +149,19 @@ def _iota(b: LocalWriter, call: LocalCall) -> list[Value]:
     """Count from this rank's first element on."""
     result = call.op.outs[0].type
     dim, dtype = integer(call.attrs["axis"]) % result.rank, str(call.attrs["dtype"])
-    local, axes, blocks = result.local(b.sizes).dims, result.axes_of(dim), result.blocks_of(dim)
+    local, axes, folded = result.local(b.sizes).dims, result.axes_of(dim), result.blocks_of(dim) < 0
+    blocks = abs(result.blocks_of(dim))
     if not axes:
         return [b.emit("iota", dtype=dtype, shape=local, axis=dim)]
     each, size = result.dims[dim] // blocks, local[dim] // blocks
-    places = b.numbered((size,), 0, axes)
-    if blocks > 1:
+    if folded:
+        first = b.emit("mul", part_numbers(b, axes, -blocks), b.number(size, "i64"))
+        column = b.emit("reshape", first, shape=(blocks, 1))
+        numbers = b.emit("iota", name=b.namer.fresh("local.places"), dtype="i64", shape=(1, size), axis=1)
+        places = b.emit("reshape", b.emit("add", column, numbers), shape=(blocks * size,))
+    else:
+        places = b.numbered((size,), 0, axes)
+    if blocks > 1 and not folded:
         starts = b.emit("mul", b.emit("iota", dtype="i64", shape=(blocks, 1)), b.number(each, "i64"))
         places = b.emit("reshape", b.emit("add", starts, places), shape=(blocks * size,))
     typed = places if dtype == "i64" else b.emit("cast", places, dtype=dtype)
@@ -226,6 +235,7 @@ def _cross_entropy_grad(b: LocalWriter, call: LocalCall) -> list[Value]:
 FORMS: dict[str, Form] = {
     **HALOS,
     **ROWS,
+    **RINGS,
     "mean": _mean,
     "max": _max,
     "softmax": _softmax,
@@ -241,6 +251,9 @@ FORMS: dict[str, Form] = {
     "cross_entropy_grad": _cross_entropy_grad,
 }
 
+# Blocks of a sequence in folded order, an early and a late part for each rank.
+FOLDED = -2
+
 # Forms to which the order of elements along their dimensions means nothing.
 _IN_ANY_ORDER = {
     "mean", "max", "softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "iota", "mse",
@@ -248,7 +261,9 @@ _IN_ANY_ORDER = {
 }  # fmt: skip
 
 
-def takes_blocks(kind: str, name: str) -> bool:
+def takes_blocks(kind: str, name: str, blocks: int) -> bool:
     """Return whether the form of an operation takes a dimension of which each of several blocks is split: a rank's part
     has elements of all blocks then, and does not begin at an offset."""
+    if kind in RINGS:
+        return blocks == FOLDED
     return kind in _IN_ANY_ORDER or (kind.startswith("cross_entropy") and name != "n")

@@ -2,6 +2,7 @@
 
     h.*.c_attn.weight=[_,3*/tp]      the second dimension is three blocks, each split over tp; the first is whole
     x=[?,/sp]                        the first dimension is left to propagation
+    tokens=[_,-2*/tp]                the second dimension is two blocks, split in folded order
 
 `_` is whole, `?` is free, `/a/b` splits over axes a and b, a major. Names are those of parameters, buffers and inputs,
 or of values of the forward graph where none of these fits; of several patterns that fit, the first counts. One error
@@ -18,7 +19,7 @@ from math import prod
 
 from penstock.ir.graph import BUFFER, CACHE, PARAM, REPLICAS, Module
 from penstock.ir.sharding.splits import UNSPLIT, Split
-from penstock.ir.types import TensorType
+from penstock.ir.types import TensorType, are_blocks
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, itemised, meant
 
@@ -29,7 +30,7 @@ Layout = tuple[Split | None, ...]
 _SHOWN = 8
 _MESH_AXIS = re.compile(r"([A-Za-z_]\w*)=([1-9]\d*)")
 _WORDS: dict[str, Split | None] = {"?": None, "_": UNSPLIT}
-_DIMENSION = re.compile(r"(?:([1-9]\d*)\*)?((?:/[A-Za-z_]\w*)+)")
+_DIMENSION = re.compile(r"(?:(-?[1-9]\d*)\*)?((?:/[A-Za-z_]\w*)+)")
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,19 @@ def parse_given(texts: Iterable[str]) -> list[GivenLayout]:
             problems.append(f"{text!r} is no PATTERN=[DIMENSION,...], such as 'h.*.weight=[_,/tp]'")
             continue
         words = [word.strip() for word in shape[1:-1].split(",")] if shape != "[]" else []
-        wrong = [word for word in words if word not in _WORDS and not _DIMENSION.fullmatch(word)]
+        wrong = [word for word in words if word not in _WORDS and not _is_split(word)]
         if wrong:
-            problems.append(f"{text!r} has the dimension {wrong[0]!r}, expected _, ?, /AXIS or 3*/AXIS")
+            problems.append(f"{text!r} has the dimension {wrong[0]!r}, expected _, ?, /AXIS, 3*/AXIS or -2*/AXIS")
         else:
             layouts.append(GivenLayout(pattern.strip(), tuple(map(_split, words)), text))
     if problems:
         raise UsageError("cannot read these layouts:" + itemised(problems))
     return layouts
+
+
+def _is_split(word: str) -> bool:
+    match = _DIMENSION.fullmatch(word)
+    return match is not None and (match[1] is None or match[1] == "1" or are_blocks(int(match[1])))
 
 
 def _split(word: str) -> Split | None:
@@ -149,7 +155,7 @@ def _misfits(t: TensorType, layout: Layout, sizes: Mapping[str, int]) -> Iterabl
         if split is None or not set(split.axes) <= sizes.keys():
             continue
         n, parts = t.dims[i], prod(sizes[axis] for axis in split.axes)
-        if n % split.blocks or (split.blocks > 1 and n // split.blocks % parts):
-            yield f"dimension {i} has {n} elements, which are not {split.blocks} blocks of {parts} equal parts"
+        if n % split.blocks or (split.blocks != 1 and n // split.blocks % parts):
+            yield f"dimension {i} has {n} elements, which are not {abs(split.blocks)} blocks of {parts} equal parts"
         elif parts > 1 and n < parts:
             yield f"dimension {i} has {n} elements for {parts} devices"

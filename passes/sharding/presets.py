@@ -5,9 +5,10 @@
     sequence    the same, and what lies between the pairs is split along the dimension before the last
     batch       inputs are split along their first dimension
     spatial     images are split along their height: inputs that convolutions take, along the first spatial dimension
+    context     inputs are split along the positions that attention looks at, in folded order where it is causal
 
-A preset uses the axis `tp`, or the only axis of the mesh beside dp. Known limits: only products with a parameter as
-their second operand are paired.
+A preset uses the axis `tp`, or the only axis of the mesh beside dp; `context` uses the axis `cp` where there is one.
+Known limits: only products with a parameter as their second operand are paired.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ from penstock.ir.ops import OPS
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import UNSPLIT, Split, read_split, split_of
 from penstock.support.errors import UsageError
-from penstock.support.words import meant
+from penstock.support.words import itemised, meant
 
+from .forms import FOLDED
 from .given import Layout
-from .propagate import fits
+from .propagate import fits, is_alone
+from .rings.ring import POSITIONS
 
 # Rows of a table, or columns of the last product, from which a vocabulary is split.
 VOCABULARY = 4096
+# The axes that presets use which may stand beside others.
+_OWN_AXES = {"context": "cp"}
 
 
 def axis_for(sizes: Mapping[str, int], preset: str) -> str:
     """Return the axis that a preset splits over."""
     axes = [axis for axis in sizes if axis != REPLICAS]
-    if "tp" in axes:
-        return "tp"
+    for axis in (_OWN_AXES.get(preset, "tp"), "tp"):
+        if axis in axes:
+            return axis
     if len(axes) != 1:
         raise UsageError(
             f"preset {preset} needs one axis beside {REPLICAS}, the mesh has {', '.join(axes) or 'none'}",
@@ -122,7 +128,7 @@ class _Model:
         name, of_name = read
         if not rule.may_split(name) or rule.leaves_sums(name) or rule.has_own_form(name):
             return False
-        if not fits(of_name, rule.sizes[name], self.sizes, len(factors) == 1):
+        if not fits(of_name, rule.sizes[name], self.sizes, is_alone(rule, name, factors)):
             return False
         operands = [(i, d) for i, dims in enumerate(rule.ins) for d, listed in enumerate(dims) if name in listed]
         if op.kind == "matmul" and (weight := self.parameter(op.ins[1])) is not None and all(i for i, _ in operands):
@@ -150,6 +156,32 @@ class _Model:
                 added.setdefault(f"@{name}", self.layout(name, dim, Split((self.axis,))))
         return {node: layout for node, layout in added.items() if node not in layouts}
 
+    def positions(self, value: Value, dim: int, split: Split) -> dict[str, tuple[int, Split]]:
+        """Return the inputs of which a dimension of a value is one, whatever is computed of them in between, with that
+        dimension and how it is split."""
+        inputs: dict[str, tuple[int, Split]] = {}
+        ways, seen = [(value, dim, split)], set[tuple[str, int]]()
+        while ways:
+            value, dim, split = ways.pop()
+            op = self.makers.get(value)
+            if (value.name, dim) in seen:
+                continue
+            seen.add((value.name, dim))
+            if op is None:
+                inputs[value.name] = dim, split
+                continue
+            rule = rule_of(op)
+            factors = rule.outs[op.outs.index(value)][dim]
+            read = read_split(factors, split, rule.sizes, 1) if factors else None
+            if read is None or not rule.may_split(read[0]):
+                continue
+            for v, dimensions in zip(op.ins, rule.ins, strict=True):
+                for d, listed in enumerate(dimensions):
+                    before = split_of(listed, {read[0]: read[1]}, rule.sizes) if read[0] in listed else None
+                    if before is not None:
+                        ways.append((v, d, before))
+        return {name: at for name, at in inputs.items() if any(v.name == name for v in self.module.data_inputs)}
+
     def images(self) -> dict[str, int]:
         """Return the inputs that convolutions take, with the dimension that is the first spatial one there: as they
         are, or behind views and operations on single elements."""
@@ -170,6 +202,36 @@ class _Model:
                     if factors and listed == factors
                 ]
         return {name: dim for name, dim in images.items() if any(v.name == name for v in self.module.data_inputs)}
+
+
+def _context(model: _Model) -> dict[str, Layout]:
+    count = model.sizes[model.axis]
+    places = [place for op in model.graph.ops if (place := _positions_of(op, model.axis)) is not None]
+    inputs = {name: split for place in places for name, split in model.positions(*place).items()}
+    if not inputs:
+        raise UsageError(
+            "preset context finds no attention of a sequence to itself whose positions are a dimension of an input",
+            hint="give layouts, such as --shard 'tokens=[_,/tp]'",
+        )
+    types = {v.name: v.type for v in model.module.inputs}
+    uneven = [
+        f"%{name} has {types[name].dims[dim]} positions, which are not {abs(split.blocks) * count} equal parts"
+        for name, (dim, split) in inputs.items()
+        if not fits(split, types[name].dims[dim], model.sizes, alone=False)
+    ]
+    if uneven:
+        raise UsageError("preset context cannot split:" + itemised(uneven))
+    return {
+        f"%{name}": tuple(split if i == dim else None for i in range(types[name].rank))
+        for name, (dim, split) in inputs.items()
+    }
+
+
+def _positions_of(op: Op, axis: str) -> tuple[Value, int, Split] | None:
+    """Return the queries of an attention of a sequence to itself, with the dimension of positions and its split."""
+    if op.kind != "attention" or not rule_of(op).has_own_form("s"):
+        return None
+    return op.ins[0], POSITIONS, Split((axis,), FOLDED if op.attrs.get("causal") else 1)
 
 
 def _megatron(model: _Model) -> dict[str, Layout]:
@@ -227,4 +289,5 @@ PRESETS: dict[str, Callable[[_Model], dict[str, Layout]]] = {
     "sequence": _sequence,
     "batch": _batch,
     "spatial": _spatial,
+    "context": _context,
 }

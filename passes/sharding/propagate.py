@@ -43,15 +43,20 @@ def allowed(op: Op, rule: SplitRule, name: str) -> bool:
 
 def bears(op: Op, rule: SplitRule, name: str, split: Split) -> bool:
     """Return whether a name of an operation may be split so: most own forms take no blocks."""
-    in_parts = split.blocks == 1 or not rule.has_own_form(name) or takes_blocks(op.kind, name)
+    in_parts = split.blocks == 1 or not rule.has_own_form(name) or takes_blocks(op.kind, name, split.blocks)
     return in_parts and allowed(op, rule, name)
+
+
+def is_alone(rule: SplitRule, name: str, factors: Factors) -> bool:
+    """Return whether parts of a name may differ in size, as far as its operation and this dimension say."""
+    return len(factors) == 1 and not rule.needs_equal(name)
 
 
 def fits(split: Split, size: int, sizes: Mapping[str, int], alone: bool) -> bool:
     """Return whether a factor of this size can be split so. Where it is not `alone` in its dimension, and in blocks,
     parts have to be equal."""
     parts = prod(sizes.get(axis, 1) for axis in split.axes)
-    if size < parts * split.blocks:
+    if size < parts * abs(split.blocks):
         return False
     return (alone and split.blocks == 1) or size % (parts * split.blocks) == 0
 
@@ -123,9 +128,9 @@ class Suggestions:
 
     def _take(self, link: _Link, node: str, dim: int, factors: Factors, splits: Mapping[str, Split]) -> bool:
         sizes = link.rule.sizes
-        (name, split), alone = next(iter(splits.items())), len(factors) == 1
+        name, split = next(iter(splits.items()))
         whole = split_of(factors, splits, sizes)
-        if whole is None or not fits(split, sizes[name], self.sizes, alone):
+        if whole is None or not fits(split, sizes[name], self.sizes, is_alone(link.rule, name, factors)):
             return False
         used = {axis for other in self.splits[node] if other for axis in other.axes}
         if not used.isdisjoint(whole.axes):

@@ -1,14 +1,15 @@
 """Reshards as collectives: how a tensor comes from one layout over a mesh into another.
 
 In: a local value and its whole type in both layouts. Out: local operations, one for each move of the cheapest way
-(`ir/sharding/paths.py`). Axes of one device move nothing.
+(`ir/sharding/paths.py`). Axes of one device move nothing. Collectives know blocks in order: those of folded order are
+turned before or behind them.
 """
 
 from __future__ import annotations
 
 from penstock.ir.graph import Value
 from penstock.ir.sharding.paths import Move, moves
-from penstock.ir.types import TensorType, part_size
+from penstock.ir.types import TensorType, part_size, place_in_block
 
 from .building import LocalWriter
 
@@ -42,23 +43,32 @@ def _moved(b: LocalWriter, x: Value, at: TensorType, move: Move) -> Value:
             return b.emit("all_reduce", x, over=_over(over))
         case "reduce_scatter":
             blocks = move.after.blocks_of(dim)
-            return b.emit("reduce_scatter", x, axis=dim, over=_over(over), parts=parts, blocks=blocks)
+            x = turned(b, x, dim, parts, blocks)
+            return b.emit("reduce_scatter", x, axis=dim, over=_over(over), parts=parts, blocks=abs(blocks))
         case "all_to_all":
             size = part_size(at.dims[move.join], b.parts(move.after.axes_of(move.join)))
             return b.emit("all_to_all", x, split=dim, join=move.join, over=_over(over), parts=parts, size=size)
         case "all_gather":
             blocks = at.blocks_of(dim)
             size = part_size(at.dims[dim], b.parts(move.after.axes_of(dim)), blocks)
-            return b.emit("all_gather", x, axis=dim, over=_over(over), size=size, blocks=blocks)
+            gathered = b.emit("all_gather", x, axis=dim, over=_over(over), size=size, blocks=abs(blocks))
+            return turned(b, gathered, dim, parts, blocks)
         case _:
             return own_part(b, x, dim, over, move.after.blocks_of(dim))
 
 
-def own_part(b: LocalWriter, x: Value, dim: int, axes: tuple[str, ...], blocks: int = 1) -> Value:
-    """Write what takes this rank's part of a tensor along a dimension, of each block: zero where there is nothing."""
+def own_part(
+    b: LocalWriter, x: Value, dim: int, axes: tuple[str, ...], blocks: int = 1, at: Value | None = None
+) -> Value:
+    """Write what takes this rank's part of a tensor along a dimension, of each block: zero where there is nothing. With
+    `at` it is the part of the rank with that number among those along the axes."""
     shape, parts = x.type.dims, b.parts(axes)
-    each = shape[dim] // blocks
+    each = shape[dim] // abs(blocks)
     size = part_size(each, parts)
+    if blocks < 0:
+        apart = b.emit("reshape", x, shape=(*shape[:dim], -blocks * parts, size, *shape[dim + 1 :]))
+        mine = b.emit("gather", apart, part_numbers(b, axes, blocks, at), axis=dim)
+        return b.emit("reshape", mine, shape=(*shape[:dim], -blocks * size, *shape[dim + 1 :]))
     if blocks > 1:
         x = b.emit("reshape", x, shape=(*shape[:dim], blocks, each, *shape[dim + 1 :]))
         dim += 1
@@ -67,10 +77,44 @@ def own_part(b: LocalWriter, x: Value, dim: int, axes: tuple[str, ...], blocks: 
         high = tuple(size * parts - each if i == dim else 0 for i in range(x.type.rank))
         x = b.emit("pad", x, low=(0,) * x.type.rank, high=high)
     apart = b.emit("reshape", x, shape=(*lead, parts, size, *behind))
-    mine = b.emit("gather", apart, b.index(axes), axis=dim)
+    mine = b.emit("gather", apart, b.index(axes) if at is None else at, axis=dim)
     if blocks > 1:
         mine = b.emit("reshape", mine, shape=(*lead[:-1], blocks * size, *behind))
     return mine
+
+
+def part_numbers(b: LocalWriter, axes: tuple[str, ...], blocks: int, at: Value | None = None) -> Value:
+    """Return which parts a rank has of a dimension in folded order, one of each block, counted over all blocks. The
+    rank is this one, or the one with a number."""
+    parts = b.parts(axes)
+    numbers = [
+        block * parts + place_in_block(block, index, parts, blocks)
+        for index in range(parts)
+        for block in range(-blocks)
+    ]
+
+    def write() -> Value:
+        table = b.emit(
+            "const", name=b.namer.fresh("local.parts"), dtype="i64", value=tuple(numbers), shape=(parts, -blocks)
+        )
+        return b.emit("gather", table, b.index(axes) if at is None else at, axis=0)
+
+    return b.once(("parts", b.present(axes), blocks, at), write)
+
+
+def turned(b: LocalWriter, x: Value, dim: int, parts: int, blocks: int) -> Value:
+    """Return a tensor in folded order as one in order, or the other way round: in every second block, the parts stand
+    the other way round. Others stay as they are."""
+    if blocks > 0:
+        return x
+    shape = x.type.dims
+    numbers = [
+        block * parts + place_in_block(block, i, parts, blocks) for block in range(-blocks) for i in range(parts)
+    ]
+    order = b.emit("const", name=b.namer.fresh("local.order"), dtype="i64", value=tuple(numbers), shape=(len(numbers),))
+    size = shape[dim] // len(numbers)
+    apart = b.emit("reshape", x, shape=(*shape[:dim], len(numbers), size, *shape[dim + 1 :]))
+    return b.emit("reshape", b.emit("gather", apart, order, axis=dim), shape=shape)
 
 
 def _over(axes: tuple[str, ...]) -> str | tuple[str, ...]:

@@ -25,7 +25,7 @@ from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import UNSPLIT, Dimensions, Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
 
-from .propagate import Suggestions, allowed, bears, fits, settled
+from .propagate import Suggestions, allowed, bears, fits, is_alone, settled
 
 # What a floating-point operation, and a byte of memory that is touched, count beside a byte that is moved to another
 # device: rates of a processor core and of a link between processes.
@@ -312,7 +312,9 @@ class _GraphResolution:
                     continue
                 name, read_here = read
                 for split in _coarser(read_here):
-                    if bears(op, rule, name, split) and fits(split, rule.sizes[name], self.sizes, len(factors) == 1):
+                    if bears(op, rule, name, split) and fits(
+                        split, rule.sizes[name], self.sizes, is_alone(rule, name, factors)
+                    ):
                         listed = options.setdefault(name, [])
                         if split not in listed:
                             listed.append(split)
@@ -440,11 +442,12 @@ def _with_partial(t: TensorType | None, passing: Mapping[str, frozenset[int]], o
 
 
 def _equal_factors(rule: SplitRule, splits: Mapping[str, Split], sizes: Mapping[str, int]) -> bool:
-    """Return whether factors beside others in their dimension are split into equal parts."""
+    """Return whether names are split into equal parts that need them, such as factors beside others."""
     for dimensions in rule.operands():
         for factors in dimensions:
-            for name in factors if len(factors) > 1 else ():
-                if name in splits and not fits(splits[name], rule.sizes[name], sizes, alone=False):
+            for name in factors:
+                equal = name in splits and not is_alone(rule, name, factors)
+                if equal and not fits(splits[name], rule.sizes[name], sizes, alone=False):
                     return False
     return True
 

@@ -134,6 +134,7 @@ def test_the_former_word_for_settings_is_read() -> None:
     ("text", "local"),
     [
         ("f32[64,512/tp]", "f32[64,256]"),
+        ("f32[8,-2*4/tp]", "f32[8,4]"),
         ("f32[7/tp]", "f32[4]"),
         ("f32[3*7/tp,2/dp/tp]", "f32[12,1]"),
         ("f32[8/dp/tp]+sp", "f32[1]"),

@@ -19,13 +19,16 @@ def places_of(t: TensorType, mesh: Mesh, place: int, dim: int) -> list[int | Non
     number = 0
     for axis in axes:
         number = number * sizes.get(axis, 1) + at.get(axis, 0)
-    each = t.dims[dim] // blocks
+    each = t.dims[dim] // abs(blocks)
     size = -(-each // parts)
-    return [
-        block * each + i if i < each else None
-        for block in range(blocks)
-        for i in range(number * size, (number + 1) * size)
-    ]
+    places: list[int | None] = []
+    for block in range(abs(blocks)):
+        # In folded order the devices take their parts of every second block from the last to the first.
+        turn = range(parts)[::-1] if blocks < 0 and block % 2 == 1 else range(parts)
+        places += [
+            block * each + i if i < each else None for i in range(turn[number] * size, (turn[number] + 1) * size)
+        ]
+    return places
 
 
 def cut_out(whole: np.ndarray, t: TensorType, mesh: Mesh, place: int) -> np.ndarray:

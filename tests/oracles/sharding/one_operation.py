@@ -11,7 +11,7 @@ from penstock.ir.interpreter.graphs import run_graph, run_team
 from penstock.ir.sharding.splits import Split, SplitRule, laid_out
 from penstock.ir.types import FLOATS, TensorType
 from penstock.passes.sharding.localize import localize
-from penstock.passes.sharding.propagate import fits
+from penstock.passes.sharding.propagate import fits, is_alone
 
 from .laid_out import cut_out, put_together
 
@@ -21,7 +21,7 @@ def types_of(op: Op, rule: SplitRule, splits: dict[str, Split], sizes: dict[str,
     for dims in rule.operands():
         for factors in dims:
             for name in factors:
-                alone = len(factors) == 1
+                alone = is_alone(rule, name, factors)
                 if name in splits and not alone and not fits(splits[name], rule.sizes[name], sizes, alone):
                     return None
     types: list[TensorType] = []

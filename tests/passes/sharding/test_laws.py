@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], summed: tuple[s
     blocks = []
     for n, listed in zip(shape, axes, strict=True):
         parts = prod(mesh.sizes[axis] for axis in listed)
-        fitting = [k for k in (2, 3) if listed and n % (k * parts) == 0]
+        fitting = [k for k in (2, 3, -2, -4) if listed and n % (k * parts) == 0]
         blocks.append(draw(st.sampled_from([1, *fitting])))
     return TensorType("f64", shape).laid([tuple(listed) for listed in axes], tuple(partial), blocks)
 

@@ -146,6 +146,9 @@ MEGATRON = [
         ("gpt", {"tp": 4}, ["h.*.fc.weight=[_,/tp]", "wte.weight=[/tp,_]", "lm_head.weight=[_,/tp]"]),
         ("gpt", {"tp": 2, "bp": 2}, [*MEGATRON, "tokens=[/bp,_]"]),
         ("gpt", {"tp": 2, "e": 2}, [*MEGATRON, "wpe.weight=[_,/e]"]),
+        ("gpt", {"sp": 2}, ["preset:context"]),
+        ("gpt", {"cp": 2, "tp": 2}, ["preset:context", *MEGATRON]),
+        ("gpt", {"cp": 4}, ["tokens=[_,/cp]"]),
         ("cnn", {"bp": 3}, ["preset:batch"]),
         ("cnn", {"tp": 2}, ["the first convolution"]),
         ("cnn", {"tp": 2}, ["preset:spatial"]),
@@ -210,7 +213,7 @@ def test_the_preset_finds_products_with_dropout_in_between(folder) -> None:
 
 def test_a_name_has_one_layout_in_all_graphs(folder) -> None:
     """Views that the backward graph makes again may lie in another way there: under names of their own."""
-    laid = shard(whole_program("gpt", folder), ShardOptions("tp=4", ("preset:sequence",)))
+    laid = shard(whole_program("gpt", folder), ShardOptions("tp=5", ("preset:sequence",)))
     lying: dict[str, set[str]] = {}
     for graph in laid.graphs.values():
         for value in (*graph.ins, *(v for op in graph.ops for v in op.outs)):
@@ -242,6 +245,18 @@ def test_spatial_splits_move_rows_of_neighbours_alone(folder) -> None:
 def test_images_with_too_few_rows_are_refused(folder) -> None:
     with pytest.raises(UsageError, match="too few rows for 9 devices"):
         shard(whole_program("cnn", folder), ShardOptions("tp=9", ("preset:spatial",)))
+
+
+def test_positions_are_split_in_folded_order_where_attention_is_causal(folder) -> None:
+    """The whole model follows: forward nothing but keys, values and the loss is exchanged."""
+    laid, local, _ = laid_out(whole_program("gpt", folder), {"cp": 2}, ["preset:context"])
+    assert {str(v.type) for v in laid.inputs} >= {"i64[4,-2*4/cp]"}
+    forward = [(op.kind, op.outs[0].type.dims) for op in local.graphs["s0.F"].ops if op.kind in COLLECTIVES]
+    assert [dims for kind, dims in forward if kind != "shift"] == [()]
+    # Keys and values of two layers, between two ranks.
+    assert len(forward) == 1 + 2 * 2
+    with pytest.raises(UsageError, match="has 8 positions, which are not 6 equal parts"):
+        shard(whole_program("gpt", folder), ShardOptions("cp=3", ("preset:context",)))
 
 
 def test_own_forms_that_count_from_an_offset_take_no_blocks() -> None:
@@ -278,6 +293,8 @@ def test_work_is_divided_by_the_devices(folder) -> None:
         ("tp=2", ["*.weight=[_,?]", "fc1.weight=[/tp]"], "f32.12,40. has 2 dimensions, the layout 1"),
         ("tp=2", ["fc?.weight=[_,?]", "fc1.*=[_,/tp]", "fc?.weight=[_,/pp]"], "there is no axis pp"),
         ("tp=2", ["fc1.weight=[_,tp]"], "has the dimension 'tp', expected _"),
+        ("tp=2", ["fc1.weight=[_,-3*/tp]"], "has the dimension '-3./tp', expected _"),
+        ("tp=3", ["fc1.weight=[_,-2*/tp]"], "are not 2 blocks of 3 equal parts"),
         ("tp=2", ["fc1.weight"], "is no PATTERN="),
         ("tp", [], "cannot read the mesh"),
         ("", ["fc1.weight=[_,/tp]"], "layouts are given, but no mesh"),
@@ -286,6 +303,7 @@ def test_work_is_divided_by_the_devices(folder) -> None:
         ("dp=2", ["preset:megatron"], "needs one axis beside dp, the mesh has none"),
         ("tp=7", ["preset:batch"], "too few samples for 7 devices"),
         ("tp=2", ["preset:spatial"], "finds no input that a convolution takes"),
+        ("tp=2", ["preset:context"], "finds no attention of a sequence to itself"),
     ],
 )
 def test_mistakes_are_refused_with_both_facts(mesh, given, words, folder) -> None:

@@ -5,7 +5,7 @@ Every node of the model has its pipeline stage, where there are several, and how
 it reads, and its results lie. Replicas along dp hold the same shards. A dimension of blocks is written as its factors:
 3*256 over two devices is [3 in 1 shard, 256 in 2].
 
-Not written are values that are sums still to be added up, and nodes inside of others.
+Not written are tensors in folded order, values that are sums still to be added up, and nodes inside of others.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _specs(
     operands = [(name, stored.get(name)) for name in node.input]
     results = [(name, values.get(name)) for name in node.output]
     for name, t in dict([*operands, *results]).items():
-        if t is not None and t.rank and not t.partial:
+        if t is not None and t.rank and not t.partial and min(t.blocks, default=1) > 0:
             yield _spec(name, t, mesh, first)
 
 

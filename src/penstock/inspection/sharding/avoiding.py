@@ -135,7 +135,7 @@ def _whole_along(name: str, t: TensorType, axes: set[str]) -> str:
     dims = []
     for dim in range(t.rank):
         kept = [axis for axis in t.axes_of(dim) if axis not in axes]
-        blocks = f"{t.blocks_of(dim)}*" if kept and t.blocks_of(dim) > 1 else ""
+        blocks = f"{t.blocks_of(dim)}*" if kept and t.blocks_of(dim) != 1 else ""
         dims.append(blocks + "".join(f"/{axis}" for axis in kept) or "_")
     return f"{escape(name)}=[{','.join(dims)}]"
 
