@@ -3,6 +3,7 @@ the operations and bytes that the closed forms say."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from oracles.sharding.laid_out import cut_out, put_together
 from oracles.sharding.one_operation import compare, local_module, types_of
-from oracles.sharding.threads import run_compiled
+from oracles.sharding.threads import ThreadExchange, run_compiled
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.ir.collective_calls import calls_of, sent_bytes
+from penstock.ir.collective_calls import CollectiveCall, calls_of, sent_bytes
 from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
 from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.ops import cost_of, make
@@ -138,11 +139,22 @@ def by_torch(operands: list[np.ndarray], causal: bool) -> list[np.ndarray]:
     return [y.detach().numpy(), *(x.grad.numpy() for x in (q, k, v) if x.grad is not None)]
 
 
-def test_rings_as_kernels_agree_with_torch(tmp_path: Path) -> None:
+def test_rings_as_kernels_agree_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every rank hands over the bytes of the closed forms: keys and values three times, and twice as much backward."""
+    handed = Counter[tuple[int, str]]()
+    begin = ThreadExchange.begin
+
+    def counted(self: ThreadExchange, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        handed[self.place, call.op.outs[0].name.partition(".")[0]] += x.numel() * x.element_size()
+        begin(self, call, x, out)
+
+    monkeypatch.setattr(ThreadExchange, "begin", counted)
     module, arrays, results = one_graph(80)
     local = overlap(localize(module))
     parts = [{v.name: cut_out(arrays[v.name], v.type, FOUR, place) for v in module.inputs} for place in range(4)]
     got = run_compiled(local, parts, tmp_path, "tvm")
+    around = 3 * 4 * BATCH * HEADS * (80 // 4) * (DEPTH + WIDTH)
+    assert handed == {(place, f"w{number}"): 3 * around for place in range(4) for number in range(len(WAYS))}
     outs = list(module.graphs["s0.F"].outs)
     for number, (name, values) in enumerate(results.items()):
         operands = [arrays[f"w{number}.{n}"] for n in ("q", "k", "v", "dy")]
