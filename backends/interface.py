@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from penstock.ir.action_kinds import UPDATE
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.collective_calls import CollectiveCall
-from penstock.ir.graph import Graph, Module
+from penstock.ir.graph import Graph, Module, graph_kind
 from penstock.ir.ladder.ladder import Ladder, Rung
+from penstock.ir.memory.update_parts import update_parts
 from penstock.support.errors import VerifyError
 
 if TYPE_CHECKING:
@@ -182,9 +184,13 @@ def without_exchange(call: CollectiveCall) -> VerifyError:
 
 
 def stage_graphs(module: Module, stage: int) -> tuple[Graph, ...]:
-    """Return the graphs of a stage in module order: those of `s2.F`, `s2.B` and `s2.U` that exist."""
-    prefix = f"s{stage}."
-    return tuple(g for name, g in module.graphs.items() if name.startswith(prefix))
+    """Return the graphs of a stage in module order: those of `s2.F`, `s2.B` and `s2.U` that exist, the last in the
+    parts that it runs as."""
+    graphs: list[Graph] = []
+    for name, graph in module.graphs.items():
+        if name.startswith(f"s{stage}."):
+            graphs += update_parts(module, stage).values() if graph_kind(name) == UPDATE else (graph,)
+    return tuple(graphs)
 
 
 def graph_on_rung(ladder: Ladder[Module], rung: Rung[Module], graph: str) -> str:

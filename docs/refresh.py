@@ -267,7 +267,7 @@ def period(kind: str, stages: int, microbatches: int) -> Callable[[], str]:
     return text
 
 
-def moves_of_state() -> str:
+def moves_of_state(layers: int, **options: object) -> str:
     """The computations and moves of a rank whose optimiser state is elsewhere."""
     import tempfile
 
@@ -276,11 +276,9 @@ def moves_of_state() -> str:
     from penstock.models import write_mlp
 
     with tempfile.TemporaryDirectory() as folder:
-        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [8] * 6, batch=4))
+        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [8] * layers, batch=4))
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=4)
-    cuts = [f"fc{i}.product" for i in range(2, 5)]
-    options = {"schedule": "interleaved", "packs": 2, "split_at": cuts, "offload": "state"}
-    schedule = ps.plan(model, ps.Cluster.local(2), training, **options).module.schedule
+    schedule = ps.plan(model, ps.Cluster.local(2), training, offload="state", **options).module.schedule
     assert schedule is not None
     shown = [str(a) for a in schedule.ranks[0].batch if a.kind in COMPUTE or a.item]
     return block(textwrap.fill("rank 0 batch: " + " ".join(shown), 100, subsequent_indent="  "))
@@ -352,7 +350,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "grid-eager-2bw": grid("eager-2bw", 3, 4, 2),
     "grid-zb-1f1b": grid("zb-1f1b", 3, 4, 2),
     "period-2bw": period("2bw", 3, 4),
-    "moves-of-state": moves_of_state,
+    "moves-of-state": lambda: moves_of_state(
+        6, schedule="interleaved", packs=2, split_at=[f"fc{i}.product" for i in range(2, 5)]
+    ),
+    "moves-of-chunks": lambda: moves_of_state(9, split_at=["fc5.product"]),
     "sinks": lambda: docstring("penstock.runtime.telemetry.sinks", "tensorboard:DIR", "Where PENSTOCK"),
     "cluster-file": lambda: docstring("penstock.ir.cluster.file", "[[device]]", "Numbers are in bytes"),
     "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),

@@ -28,9 +28,11 @@ FORWARD, AGAIN, BACKWARD, WEIGHTS, PARTS, NORM_PARTS, UPDATE = "F", "R", "B", "W
 SUM, LET_GO, DROP = "AR", "L", "D"
 COPY_IN, COPY_OUT = "CI", "CO"
 # The items of a stage that actions move between memory spaces, and what their actions are counted by: its optimiser
-# state.
-STATE_ITEM = "o"
-ITEMS: dict[str, Literal["microbatch", "batch"]] = {STATE_ITEM: "batch"}
+# state, `o`, and chunks of that, `c0`, `c1` and so on.
+STATE_ITEM, CHUNK_ITEM = "o", "c"
+ITEMS: dict[str, Literal["microbatch", "batch"]] = {STATE_ITEM: "batch", CHUNK_ITEM: "batch"}
+# The text of items.
+ITEM_PATTERN = rf"{STATE_ITEM}|{CHUNK_ITEM}\d+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ _ROWS = (
         UPDATE,
         "makes the next version of the weights from the gradients of a batch",
         "batch", "computes", UPDATE, "update", takes=(PARTS, NORM_PARTS), versions="makes", gradients="uses",
+        item="may",
     ),
     *_message(FORWARD, "results of the forward of a microbatch", "microbatch", "forward"),
     *_message(BACKWARD, "gradients of these results", "microbatch", "backward"),

@@ -120,8 +120,7 @@ class Graph:
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """Return the results of the compiled graph: its outputs, then the saved values that are neither inputs nor
-        outputs."""
+        """Return the results of the compiled graph: outputs, then saved values that are neither inputs nor outputs."""
         known = {*self.ins, *self.outs}
         return self.outs + tuple(v for v in self.saved if v not in known)
 
@@ -135,9 +134,9 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the weights), `zeros`, or
-    the elements. With a `source`, the weights are computed from those of that variable of the model, in a `form` of
-    ir/interpreter/derived.py. `home`: the memory space where it is between uses, if not the device."""
+    """State that outlives a microbatch. `init`, its first value: `file` (the weights), `zeros`, or the elements. With a
+    `source`, weights are computed from those of that variable of the model, in a `form` of ir/interpreter/derived.py.
+    `home`: the memory space where it is between uses, if not the device, in a `chunk` if there are several."""
 
     name: str
     type: TensorType
@@ -149,6 +148,7 @@ class Var:
     source: str = ""
     form: str = ""
     home: str = ""
+    chunk: int | None = None
 
 
 # The one axis with a meaning: along it microbatches are dealt out, along every other one ranks share a microbatch.
@@ -332,7 +332,7 @@ class Module:
         return list(self.packs) or [(stage.index,) for stage in self.stages for _ in self.devices_of(stage.index)]
 
     def stage_graph(self, stage: int, kind: str) -> Graph | None:
-        """Return the graph of one stage: kind is F, B, W or U."""
+        """Return the graph of one stage by its kind: F, B, W or U."""
         return self.graphs.get(f"s{stage}.{kind}")
 
 

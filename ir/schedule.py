@@ -15,11 +15,11 @@ Once per batch, with the number of the batch:
 
     P             returns this stage's part of gradients that several stages add to
     N             returns the part of this stage in what all stages have to agree on, the norm of the gradient
-    U             update
+    U             update; with an item the part of it that changes a chunk, `0U1@2:c0`. One without an item ends it
     SP RP SN RN   move results of P and N to where N and U take them
     AR            sums the gradients of a batch over the teams of the stage
     CI CO         begin to copy an item of the stage from its home in another memory space to the device, or back: `o`,
-                  its optimiser state; a computation that touches it waits for CI
+                  its optimiser state, or `c0`, a chunk of that; a computation that touches it waits for CI
     L             with an item: lets go of its memory on the device, once CO is done
 
 A stage lies on one rank or on several. Those that run the same microbatches of a batch are a team: they work on each of
@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .action_kinds import ACTION_KINDS, FORWARD, ITEMS
+from .action_kinds import ACTION_KINDS, FORWARD, ITEM_PATTERN, ITEMS
 
 # Lists of actions are written out for a whole batch.
 MOST_MICROBATCHES = 1 << 16
@@ -74,7 +74,7 @@ BATCH_ORDER = (*(row.name for row in _ROWS if row.gradients == "sums"), *SUM_USE
 # Actions that copy items between memory spaces.
 COPIES = tuple(row.name for row in _ROWS if row.does == "copies")
 _NAMES = "|".join(sorted(KINDS, key=len, reverse=True))
-_ACTION = re.compile(rf"(\d+)({_NAMES})(\d+)(?:@(\d+))?(?:([<>])(\d+)(?::(\d+))?|:({'|'.join(ITEMS)}))?")
+_ACTION = re.compile(rf"(\d+)({_NAMES})(\d+)(?:@(\d+))?(?:([<>])(\d+)(?::(\d+))?|:({ITEM_PATTERN}))?")
 
 
 class Action(NamedTuple):
@@ -126,7 +126,12 @@ class Action(NamedTuple):
     @property
     def once(self) -> bool:
         """Return whether it is done once per batch, so that its number is that of a batch."""
-        return ITEMS[self.item] == "batch" if self.item else self.kind in PER_BATCH
+        return ITEMS[self.item[0]] == "batch" if self.item else self.kind in PER_BATCH
+
+    @property
+    def computation(self) -> str:
+        """The name of what it runs on its stage: its kind, with the item where that is a part."""
+        return f"{self.kind}.{self.item}" if self.item and ACTION_KINDS[self.kind].computes else self.kind
 
     @property
     def phase(self) -> str:

@@ -13,7 +13,7 @@ edge | graph | schedule | note                             links to link: see ir
     batch     = "batch %" name " " (dimension | "whole")   where its samples lie, if not along the first dimension
     bound     = "bound " name " " size [" rows"] " : %" name "[" dimension "]" {", %" name "[" dimension "]"}
     var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] \
-[" init " (name | numbers)] [" from @" name " as " name] [" home " space]
+[" init " (name | numbers)] [" from @" name " as " name] [" home " space [" chunk " number]]
     edge      = "edge " src ">" dst " " phase " : " value {", " value}
     graph     = "graph @" name "(" [value {", " value}] ") {" {op} ["save " names] "return" [" " names] "}"
     op        = [value {", " value} " = "] kind "(" [argument {", " argument}] ")" [" ; " loc]
@@ -107,7 +107,8 @@ def print_var(var: Var) -> str:
     if var.init != "file":
         text += f" init {print_literal(var.init) if isinstance(var.init, tuple) else var.init}"
     text += f" from @{var.source} as {var.form}" if var.source else ""
-    return f"{text} home {var.home}" if var.home else text
+    text += f" home {var.home}" if var.home else ""
+    return text if var.chunk is None else f"{text} chunk {var.chunk}"
 
 
 def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
@@ -173,7 +174,7 @@ _GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
 _VAR = re.compile(
     rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join((*ROLES, *FORMER_ROLES))})(?: versions (\d+))?"
     rf"(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?(?: from @({NAME}) as ({NAME}))?"
-    rf"(?: home ({NAME}))?"
+    rf"(?: home ({NAME})(?: chunk (\d+))?)?"
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
@@ -356,9 +357,9 @@ class _ModuleParser:
             _VAR,
             line,
             f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init ...] [from @name as FORM] "
-            "[home SPACE]",
+            "[home SPACE [chunk N]]",
         )
-        name, type_text, stage, role, versions, policy, init, source, form, home = match.groups()
+        name, type_text, stage, role, versions, policy, init, source, form, home, chunk = match.groups()
         if name in self.vars:
             raise ValueError(f"@{name} is declared twice")
         self.vars[name] = Var(
@@ -370,6 +371,7 @@ class _ModuleParser:
             policy or "",
             _parse_init(init or "file"),
             *(source or "", form or "", home or ""),
+            None if chunk is None else int(chunk),
         )
 
     def _edge(self, line: str) -> None:

@@ -34,7 +34,8 @@ from penstock.ir.graph import (
     stepped_vars,
     summed_vars,
 )
-from penstock.ir.memory.items import stage_image
+from penstock.ir.memory.items import stage_images
+from penstock.ir.memory.update_parts import graph_of
 from penstock.ir.ops import axes_over
 from penstock.ir.schedule import COMPUTE, COPIES, MESSAGES, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
 from penstock.ir.sharding.tiles import seat_of
@@ -202,7 +203,7 @@ class _Pipeline:
             raise VerifyError(str(error), where=where) from error
 
     def _graph(self, action: Action) -> Graph:
-        graph = self.module.stage_graph(action.stage, action.kind)
+        graph = graph_of(self.module, action)
         if graph is None:
             raise VerifyError(f"there is no graph @s{action.stage}.{action.kind}")
         return graph
@@ -236,7 +237,7 @@ class _Pipeline:
         team = self.teams[party[0].index]
         for rank in party:
             other = rank.action()
-            known = other is not None and (other.kind, other.version) == (action.kind, action.version)
+            known = other is not None and (other.computation, other.version) == (action.computation, action.version)
             if not known or (rank.index in team and party[0].action() != other):
                 return rank
         return None
@@ -317,7 +318,7 @@ class _Pipeline:
             store = rank.stores[action.stage]
             for name in self.stepped & store.slots.keys():
                 self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), store.buffers(name))
-            if self.wired:
+            if self.wired and not action.item:
                 rank.values.pop((action.stage, action.holder), None)
             return
         if action.kind in VERSIONED and leads:
@@ -364,9 +365,9 @@ class _Pipeline:
 
     def _copy(self, rank: InterpretedRank, action: Action) -> bool:
         """Move an item between its home and the device, at once, or let go of it there."""
-        image, store = stage_image(self.module, action.stage), rank.stores[action.stage]
+        image, store = stage_images(self.module, action.stage).get(action.item), rank.stores[action.stage]
         if image is None:
-            raise VerifyError(f"stage {action.stage} has nothing with a home")
+            raise VerifyError(f"stage {action.stage} has no {action.item} with a home")
         {COPY_IN: store.bring, COPY_OUT: store.store, LET_GO: store.let_go}[action.kind](image.variables)
         return True
 

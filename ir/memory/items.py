@@ -1,9 +1,10 @@
 """The items of stages that have a home in another memory space: what they are, how they lie there, and when they are on
 the device.
 
-In: a module. An item is named by a letter (ir/action_kinds.py): `o` are the variables of a stage's optimiser state that
-have a home. It lies at home as it lies on the device, one variable behind the other: its *image*. CI takes memory on
-the device for the whole image, L with the item gives it back.
+In: a module. An item is named by a letter, perhaps with a number (ir/action_kinds.py). `o` are the variables of a
+stage's optimiser state that have a home, `c0` those of chunk 0 of it. It lies at home as it lies on the device, one
+variable behind the other: its *image*. CI takes memory on the device for the whole image, L with the item gives it
+back.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.ir.action_kinds import COPY_IN, LET_GO
+from penstock.ir.action_kinds import COPY_IN, LET_GO, STATE_ITEM, UPDATE
 from penstock.ir.graph import Module, Var, stage_vars, touched_vars
+from penstock.ir.memo import Derived
 from penstock.ir.schedule import COMPUTE, Action
+
+from .update_parts import chunk_item, update_parts
 
 # Every variable of an image starts at a multiple of so many bytes, for vector loads.
 ALIGNMENT = 64
@@ -29,33 +33,55 @@ class Image:
     nbytes: int
 
 
-def image_of(variables: Mapping[str, Var]) -> Image | None:
-    """Lay out the variables that have a home, one behind the other; None where there are none."""
-    at_home = {name: var for name, var in variables.items() if var.home}
-    if not at_home:
-        return None
+def item_of(var: Var) -> str:
+    """Name the item of a variable that has a home."""
+    return STATE_ITEM if var.chunk is None else chunk_item(var.chunk)
+
+
+def images_of(variables: Mapping[str, Var]) -> dict[str, Image]:
+    """Lay out the variables of each item that have a home, one behind the other."""
+    at_home: dict[str, dict[str, Var]] = {}
+    for name, var in variables.items():
+        if var.home:
+            at_home.setdefault(item_of(var), {})[name] = var
+    return {item: _image(at_home[item]) for item in sorted(at_home, key=lambda item: (len(item), item))}
+
+
+def _image(variables: Mapping[str, Var]) -> Image:
     places, total = {}, 0
-    for name, var in at_home.items():
+    for name, var in variables.items():
         places[name] = total
         total += -(-var.type.nbytes // ALIGNMENT) * ALIGNMENT
-    return Image(next(iter(at_home.values())).home, at_home, places, total)
+    return Image(next(iter(variables.values())).home, variables, places, total)
 
 
-def stage_image(module: Module, stage: int) -> Image | None:
-    """Return the image of a stage's item on one of its ranks; None where it has none."""
+_IMAGES = Derived[dict[int, dict[str, Image]]](__name__, "images")
+
+
+def stage_images(module: Module, stage: int) -> Mapping[str, Image]:
+    """Return the image of each item of a stage on one of its ranks."""
     if not any(var.home for var in module.vars.values()):
-        return None
-    variables = stage_vars(module, stage).items()
-    return image_of({name: replace(var, type=module.local_type(var.type, stage)) for name, var in variables})
+        return {}
+    images = module.kept.once(_IMAGES, dict)
+    if stage not in images:
+        variables = stage_vars(module, stage).items()
+        images[stage] = images_of(
+            {name: replace(var, type=module.local_type(var.type, stage)) for name, var in variables}
+        )
+    return images[stage]
 
 
 def users_of(module: Module, stage: int, image: Image) -> frozenset[str]:
-    """Return the computations of a stage that touch an item, by kind."""
+    """Return the computations of a stage that touch an item: a kind, or a part of the update (`U.c0`)."""
     kinds = ("read", "write", "accum", "take", "put")
+    graphs = {kind: module.stage_graph(stage, kind) for kind in COMPUTE if kind != UPDATE}
+    parts = {
+        Action(UPDATE, stage, 0, item=item).computation: part for item, part in update_parts(module, stage).items()
+    }
     return frozenset(
-        kind
-        for kind in COMPUTE
-        if not image.variables.keys().isdisjoint(touched_vars(module.stage_graph(stage, kind), *kinds))
+        computation
+        for computation, graph in {**graphs, **parts}.items()
+        if not image.variables.keys().isdisjoint(touched_vars(graph, *kinds))
     )
 
 
@@ -71,14 +97,11 @@ def is_let_go(action: Action) -> bool:
 
 def resident_bytes(module: Module, actions: Iterable[Action]) -> Iterator[int]:
     """Yield after each action of a rank the bytes of items that are on the device."""
-    sizes: dict[int, int] = {}
     now = 0
     for action in actions:
         if is_brought(action) or is_let_go(action):
-            if action.stage not in sizes:
-                image = stage_image(module, action.stage)
-                sizes[action.stage] = 0 if image is None else image.nbytes
-            now += sizes[action.stage] * (1 if is_brought(action) else -1)
+            image = stage_images(module, action.stage).get(action.item)
+            now += 0 if image is None else image.nbytes * (1 if is_brought(action) else -1)
         yield now
 
 
@@ -86,9 +109,8 @@ def home_bytes(module: Module) -> dict[tuple[str, str], dict[int, int]]:
     """Return the bytes that ranks have at home in each space, by its name and host, and by rank."""
     held: dict[tuple[str, str], dict[int, int]] = {}
     devices = module.rank_devices()
-    images = {stage.index: stage_image(module, stage.index) for stage in module.stages}
     for rank, stages in enumerate(module.rank_packs()):
-        for image in (image for stage in stages if (image := images[stage]) is not None):
+        for image in (image for stage in stages for image in stage_images(module, stage).values()):
             host = "" if module.cluster is None else module.cluster.device(devices[rank]).host
             of_ranks = held.setdefault((image.space, host), {})
             of_ranks[rank] = of_ranks.get(rank, 0) + image.nbytes

@@ -35,7 +35,7 @@ from penstock.ir.schedule import COMPUTE, READERS, SAVERS, Action, Schedule
 
 from .account import BEFORE, Account, Life, Version
 from .exchanges import exchange_bytes
-from .items import is_brought, is_let_go, resident_bytes, stage_image
+from .items import is_brought, is_let_go, resident_bytes, stage_images
 from .passages import passage_bytes
 from .touches import Accesses
 from .walk import Walk, actions_of
@@ -247,15 +247,13 @@ def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
 
 def _item_lives(module: Module, stage: int, actions: Sequence[Action]) -> Iterator[Life]:
     """Yield the stays on the device of variables that have a home."""
-    image = stage_image(module, stage)
-    if image is None:
-        return
-    ends = [step for step, action in enumerate(actions) if is_let_go(action)]
-    for begun in (step for step, action in enumerate(actions) if is_brought(action)):
-        ended = next((end for end in ends if end > begun), None)
-        for var in image.variables.values():
-            if var.type.nbytes:
-                yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, begun, ended)
+    for item, image in stage_images(module, stage).items():
+        ends = [step for step, a in enumerate(actions) if is_let_go(a) and a.item == item]
+        for begun in (step for step, a in enumerate(actions) if is_brought(a) and a.item == item):
+            ended = next((end for end in ends if end > begun), None)
+            for var in image.variables.values():
+                if var.type.nbytes:
+                    yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, begun, ended)
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:
@@ -272,7 +270,7 @@ def _versions(module: Module, rank: int, stage: int, newest: int, actions: Seque
         for i, a in enumerate(actions)
         if a.kind in READERS and a.version == a.batch(per_batch) + oldest - 1
     }
-    written_at = {a.version: i for i, a in enumerate(actions) if a.kind == UPDATE}
+    written_at = {a.version: i for i, a in enumerate(actions) if a.kind == UPDATE and not a.item}
     for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):
         for version, written in ((newest, BEFORE), *((v, i) for v, i in written_at.items() if v is not None)):
             yield Version(name, version, version % module.vars[name].versions, written, last.get(version))

@@ -13,7 +13,8 @@ from penstock.ir.action_kinds import DROP, LET_GO, SUM, UPDATE
 from penstock.ir.graph import GRAD, Graph, Module, signature, summed_vars
 from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
 
-from .items import stage_image
+from .items import stage_images
+from .update_parts import computation_of, update_parts
 
 
 class Access(NamedTuple):
@@ -42,7 +43,8 @@ class Accesses:
         self._values = {
             kind: frozenset(v.name for v in (*graph.ins, *graph.results)) for kind, graph in self._graphs.items()
         }
-        self._slots = {kind: signature(graph).slots for kind, graph in self._graphs.items()}
+        parts = {computation_of(part): part for part in update_parts(module, stage).values()}
+        self._slots = {name: signature(graph).slots for name, graph in {**self._graphs, **parts}.items()}
         self._summed = summed_vars(module, stage)
         self._moved = {(e.phase, e.src, e.dst): frozenset(v.name for v in e.values) for e in module.edges}
 
@@ -51,7 +53,7 @@ class Accesses:
         for action in actions:
             values, buffers = TOUCHED[action.kind]
             yield Access(action.holder, values(self, action), frozenset(buffers(self, action)))
-            if action.kind == UPDATE:
+            if action.kind == UPDATE and not action.item:
                 self._newest = self._made_by(action)
 
     def _computed_values(self, action: Action) -> frozenset[str]:
@@ -73,12 +75,12 @@ class Accesses:
             yield name, action.mb % self._module.vars[name].versions
 
     def _item_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
-        image = stage_image(self._module, action.stage)
+        image = stage_images(self._module, action.stage).get(action.item)
         for name in image.variables if image is not None else ():
             yield name, 0
 
     def _computed_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
-        for slot in self._slots.get(action.kind, ()):
+        for slot in self._slots.get(action.computation, ()):
             var = self._module.vars[slot.var]
             if var.role == GRAD:
                 yield slot.var, action.batch(self._per_batch) % var.versions

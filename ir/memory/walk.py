@@ -20,6 +20,7 @@ from penstock.ir.messages import parcels
 from penstock.ir.schedule import COMPUTE, COPIES, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
 
 from .account import BEFORE, Life
+from .update_parts import computation_of, update_parts
 from .workspace import planned_blocks
 
 # The runtime posts the receives among the next so many actions; a computation with its sends, receives and drop is at
@@ -96,7 +97,9 @@ class Walk:
     def __init__(self, module: Module, stage: int, *, posts: bool = True, lives: bool = False) -> None:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
         self.homes = module.rank_stages()
-        self.workspaces = {kind: planned_blocks(graph) for kind, graph in self.graphs.items()}
+        parts = update_parts(module, stage).values()
+        called = {**self.graphs, **{computation_of(part): part for part in parts}}
+        self.workspaces = {name: planned_blocks(graph) for name, graph in called.items()}
         together = next((stages for stages in module.packs if stage in stages), (stage,))
         leaving = [e for e in module.edges if e.src == stage and e.dst not in together]
         self.edges = {(e.phase, e.src, e.dst): module.local_values(e.values, stage) for e in module.edges}
@@ -180,8 +183,9 @@ class Walk:
         self._call(action.kind)
 
     def _update(self, action: Action) -> None:
-        self._call(action.kind)
-        self._keep(action.holder, set())
+        self._call(action.computation)
+        if not action.item:
+            self._keep(action.holder, set())
 
     def _send(self, action: Action) -> None:
         """Send a microbatch's values, which stay until they were sent to the last of several stages."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, UPDATE
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import STATE, Module
-from penstock.ir.memory.items import Image, home_bytes, stage_image, users_of
+from penstock.ir.memory.items import Image, home_bytes, stage_images, users_of
+from penstock.ir.memory.update_parts import update_parts
 from penstock.ir.schedule import Action
-from penstock.support.errors import UsageError
+from penstock.support.errors import UsageError, VerifyError
 from penstock.support.words import exact_bytes, shown_bytes
 
 from .problems import Problem
@@ -43,16 +44,21 @@ def _check_homes(module: Module) -> Iterator[Problem]:
         if var.home and (var.role != STATE or var.stage is None):
             yield Problem(f"@{name}", f"is at home in {var.home}; only optimiser state of one stage can be")
     for stage in module.stages:
-        image = stage_image(module, stage.index)
-        if image is None:
-            continue
         where = f"stage {stage.index}"
-        if users := users_of(module, stage.index, image) - {UPDATE}:
-            yield Problem(where, f"{', '.join(sorted(users))} touches state that is at home in {image.space}")
-        if len(spaces := {var.home for var in image.variables.values()}) > 1:
+        try:
+            update_parts(module, stage.index)
+        except VerifyError as error:
+            yield Problem(where, error.what)
+            continue
+        images = stage_images(module, stage.index)
+        for item, image in images.items():
+            expected = UPDATE if item == STATE_ITEM else f"{UPDATE}.{item}"
+            if users := users_of(module, stage.index, image) - {expected}:
+                yield Problem(where, f"{', '.join(sorted(users))} touches state that is at home in {image.space}")
+        if len(spaces := {var.home for image in images.values() for var in image.variables.values()}) > 1:
             yield Problem(where, f"has state in {' and '.join(sorted(spaces))}, expected one space")
-        for device in module.devices_of(stage.index) if module.cluster is not None else ():
-            yield from _check_reach(module.cluster, device, image, where)
+        for device in module.devices_of(stage.index) if module.cluster is not None and images else ():
+            yield from _check_reach(module.cluster, device, next(iter(images.values())), where)
 
 
 def _check_reach(cluster: Cluster | None, name: str, image: Image, where: str) -> Iterator[Problem]:
@@ -71,6 +77,7 @@ class _ItemState:
     """The state of an item on a rank: the step that brought it to the device, if it is there, and the action that
     changed it since it was last copied out."""
 
+    name: str
     image: Image
     users: frozenset[str]
     brought: int | None = None
@@ -84,29 +91,31 @@ class _ItemState:
 class _Moves:
     """The checker of one rank in one run."""
 
-    def __init__(self, run: ConcreteRun, rank: int, items: Mapping[int, _ItemState]) -> None:
+    def __init__(self, run: ConcreteRun, rank: int, items: Mapping[int, Mapping[str, _ItemState]]) -> None:
         self._run, self._rank, self._items = run, rank, items
         self._problem = FirstOfEach(run, rank)
 
     def check(self, actions: list[Action]) -> Iterator[Problem]:
         for step, a in enumerate(actions):
-            item = self._items.get(a.stage)
-            move = MOVED.get(a.kind) if a.item else None
-            if move is not None and item is None:
-                yield from self._problem("nothing", step, f"stage {a.stage} has nothing with a home")
-            elif move is not None and item is not None:
-                yield from move(self, step, a, item)
-            elif item is not None and a.kind in item.users:
-                yield from self._touch(step, a, item)
-        for stage, item in self._items.items():
-            if item.brought is not None:
-                yield self._run.missing(self._rank, f"never lets go of the state of stage {stage} that it brought")
+            items = self._items.get(a.stage, {})
+            move, moved = MOVED.get(a.kind) if a.item else None, items.get(a.item)
+            if move is not None and moved is None:
+                yield from self._problem("nothing", step, f"stage {a.stage} has no {a.item} with a home")
+            elif move is not None and moved is not None:
+                yield from move(self, step, a, moved)
+            for item in items.values() if move is None else ():
+                if a.computation in item.users:
+                    yield from self._touch(step, a, item)
+        for stage, items in self._items.items():
+            for item in items.values():
+                if item.brought is not None:
+                    what = f"never lets go of {item.name} of stage {stage}, state that it brought"
+                    yield self._run.missing(self._rank, what)
 
     def _touch(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
         if item.brought is None:
-            what = (
-                f"takes {item.example}, which is at home in {item.image.space} (no {a.stage}{COPY_IN}{a.mb}:o before)"
-            )
+            missing = f"{a.stage}{COPY_IN}{a.mb}:{item.name}"
+            what = f"takes {item.example}, which is at home in {item.image.space} (no {missing} before)"
             yield from self._problem("away", step, what)
         item.changed = a
 
@@ -128,7 +137,7 @@ class _Moves:
         elif item.changed is not None:
             what = (
                 f"lets go of the only copy of {item.example}, which {item.changed} changed "
-                f"(no {a.stage}{COPY_OUT}{item.changed.mb}:o before)"
+                f"(no {a.stage}{COPY_OUT}{item.changed.mb}:{item.name} before)"
             )
             yield from self._problem("only", step, what)
         item.brought = item.changed = None
@@ -143,13 +152,17 @@ MOVED: dict[str, Callable[[_Moves, int, Action, _ItemState], Iterator[Problem]]]
 
 
 def _check_moves(module: Module, run: ConcreteRun) -> Iterator[Problem]:
-    images = {stage.index: stage_image(module, stage.index) for stage in module.stages}
-    users = {stage: users_of(module, stage, image) for stage, image in images.items() if image is not None}
+    users = {
+        (stage.index, item): users_of(module, stage.index, image)
+        for stage in module.stages
+        for item, image in stage_images(module, stage.index).items()
+    }
     for rank, actions in run.programs.items():
         items = {
-            stage: _ItemState(image, users[stage])
+            stage: {
+                item: _ItemState(item, image, users[stage, item]) for item, image in stage_images(module, stage).items()
+            }
             for stage in sorted({a.stage for a in actions})
-            if (image := images.get(stage)) is not None
         }
         yield from _Moves(run, rank, items).check(actions)
 

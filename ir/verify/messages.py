@@ -100,11 +100,11 @@ class _Ends:
 
     def check(self, actions: list[Action]) -> Iterator[Problem]:
         for step, a in enumerate(actions):
-            if a.item:
+            if a.item and a.kind not in COMPUTE:
                 continue
             if (check := ENDS[a.kind]) is not None:
                 yield from check(self, step, a)
-            self._done.setdefault((a.kind, a.stage, a.mb, a.peer, a.end), step)
+            self._done.setdefault((a.computation, a.stage, a.mb, a.peer, a.end), step)
         for (kind, stage, mb, *_), step in self._done.items():
             # One of the teams of a stage sends results that exist once per batch. The check of the receiver notices a
             # missing one.

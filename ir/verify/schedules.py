@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, adder
+from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, UPDATE, adder
 from penstock.ir.graph import Module, Value, summed_vars, written_vars
 from penstock.ir.grid import Event, Rules, play, value_rules
 from penstock.ir.memory.predict import Memory, measure_memory
+from penstock.ir.memory.update_parts import update_parts
 from penstock.ir.schedule import (
     BATCH_ORDER,
     COMPUTE,
@@ -28,6 +29,7 @@ from penstock.ir.schedule import (
     TAKERS,
     Action,
 )
+from penstock.support.errors import VerifyError
 from penstock.support.words import exact_bytes, shown_bytes
 
 from .items import check_items, check_spaces
@@ -104,9 +106,18 @@ def _check_order(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     }
     summing = {stage for stage, teams in run.schedule.teams().items() if len(teams) > 1 and summed_vars(module, stage)}
     saving = {stage for stage in kinds if _saves_what_is_done_again(module, stage)}
+    parts = {stage: _part_items(module, stage) for stage in kinds}
     for rank, actions in run.programs.items():
-        yield from _Order(run, rank, kinds, summing, saving).check(actions)
+        yield from _Order(run, rank, kinds, summing, saving, parts).check(actions)
         yield from _check_forward_order(run, rank, actions, moving)
+
+
+def _part_items(module: Module, stage: int) -> set[str]:
+    """Return the items of the parts that an update runs before its last."""
+    try:
+        return {item for item in update_parts(module, stage) if item}
+    except VerifyError:  # the checker of items says so
+        return set()
 
 
 def _saves_what_is_done_again(module: Module, stage: int) -> bool:
@@ -137,11 +148,18 @@ class _Order:
     gradients where they are apart. What is done once per batch follows exactly the gradients of the rank's
     microbatches, in order. `kinds` are the graphs of each stage, `summing` the stages whose ranks sum up their
     gradients: AR comes first. On stages that are `saving` the forward saves all that is computed again: a microbatch
-    keeps that, or lets go of it first."""
+    keeps that, or lets go of it first. An update in `parts`, by stage, runs each once before its last."""
 
     def __init__(
-        self, run: ConcreteRun, rank: int, kinds: Mapping[int, set[str]], summing: set[int], saving: set[int]
+        self,
+        run: ConcreteRun,
+        rank: int,
+        kinds: Mapping[int, set[str]],
+        summing: set[int],
+        saving: set[int],
+        parts: Mapping[int, set[str]],
     ) -> None:
+        self._parts = parts
         self._run, self._rank, self._kinds, self._summing, self._saving = run, rank, kinds, summing, saving
         self._m, self._problem = run.schedule.microbatches, FirstOfEach(run, rank)
         self._share = sorted({a.mb % self._m for a in run.schedule.ranks[rank].batch if a.kind == FORWARD})
@@ -152,7 +170,7 @@ class _Order:
     def check(self, actions: list[Action]) -> Iterator[Problem]:
         for step, a in enumerate(actions):
             check = ORDERED[a.kind]
-            if check is None or a.item:
+            if check is None or (a.item and a.kind not in COMPUTE):
                 continue
             if a.kind == SUM and a.stage not in self._summing:
                 what = f"stage {a.stage} has no gradients that several ranks add to"
@@ -161,7 +179,10 @@ class _Order:
             if a.kind in COMPUTE and a.kind not in self._kinds[a.stage]:
                 yield from self._problem("graph", step, f"there is no graph @s{a.stage}.{a.kind}")
                 continue
-            earlier = self._done.setdefault((a.kind, a.stage, a.mb), step)
+            if a.item and a.item not in self._parts[a.stage]:
+                yield from self._problem("graph", step, f"the update of stage {a.stage} has no part {a.item}")
+                continue
+            earlier = self._done.setdefault((a.computation, a.stage, a.mb), step)
             if earlier != step:
                 yield from self._problem("twice", step, f"was already done at step {earlier}")
             yield from check(self, step, a)
@@ -179,6 +200,12 @@ class _Order:
             if applies and (kind, a.stage, a.mb) not in self._done:
                 what = f"comes before {a.stage}{kind}{a.mb}, whose results it may use"
                 yield from self._problem("update", step, what)
+        if a.item and (a.kind, a.stage, a.mb) in self._done:
+            yield from self._problem("part", step, f"comes after {a.stage}{a.kind}{a.mb}, which ends the update")
+        for item in sorted(self._parts[a.stage]) if a.kind == UPDATE and not a.item else ():
+            if (f"{a.kind}.{item}", a.stage, a.mb) not in self._done:
+                what = f"ends the update before its part {a.stage}{a.kind}{a.mb}:{item}"
+                yield from self._problem("part", step, what)
 
     def each(self, step: int, a: Action) -> Iterator[Problem]:
         """Check an action of a microbatch."""

@@ -103,7 +103,7 @@ def _check_gradients(
                         f"adds to @{name} before the sum of batch {other} was taken from that buffer; {kept}",
                     )
                     return
-        elif a.kind in BATCH_ORDER:
+        elif a.kind in BATCH_ORDER and not a.item:
             # AR works in the buffer, and leaves the sum there.
             for name in sums[a.stage].taken_by.get(a.kind, ()):
                 waiting.pop((a.stage, name, a.mb % sums[a.stage].added[name]), None)
@@ -126,6 +126,8 @@ def _check_rank_versions(
         elif a.version is not None:
             last_use[a.stage, a.version] = step
     latest, problem = dict.fromkeys(slots, run.first), FirstOfEach(run, rank)
+    # Parts of an update overwrite variables before it ends.
+    begun = dict(latest)
 
     for step, a in enumerate(actions):
         if a.kind not in VERSIONED:
@@ -144,7 +146,9 @@ def _check_rank_versions(
         if a.kind == UPDATE:
             if a.version != latest[a.stage] + 1:
                 yield from problem("update", step, f"makes version {a.version}, expected {latest[a.stage] + 1}")
-            latest[a.stage] = a.version
+            begun[a.stage] = a.version
+            if not a.item:
+                latest[a.stage] = a.version
             old = a.version - count
             reader = last_use.get((a.stage, old), step)
             if reader > step:
@@ -159,7 +163,7 @@ def _check_rank_versions(
             when = f"made only later by {run.place(rank, maker)}" if maker is not None else "never made"
             what = f"reads version {a.version} of @{name}, which is {when}; the newest then is {latest[a.stage]}"
             yield from problem("unmade", step, what + _live(run.schedule, rank), _legal(run.schedule))
-        elif a.version <= latest[a.stage] - count and "overwritten" not in problem.reported:
+        elif a.version <= begun[a.stage] - count and "overwritten" not in problem.reported:
             what = (
                 f"reads version {a.version} of @{name}, which version {a.version + count} has overwritten; {count} kept"
             )

@@ -1,15 +1,15 @@
 """Give optimiser state a home in another memory space, and move it to the device for its update: the pass `offload`.
 
-In: a wired schedule. Out: variables with a home, and for the state `o` of each stage of a rank that runs several
+In: a wired schedule. Out: variables with a home, and the actions that move them: copy in, update, copy out, let go.
+What is on the device at once depends on what else a rank has to do.
 
-    CI:o  U  CO:o  L:o      copy in, update, copy out, let go
+A rank that runs several stages has the state `o` of one of them at a time: `CI:o U CO:o L:o`. That of a stage comes
+when that of the stage before it is let go of. L waits for CO and U for CI, so both stand in the middle of the
+computations between the two updates, those of one batch or of two. U of a stage that takes nothing from others comes
+right behind its last gradient, so that there are some.
 
-At most one stage's state is on the device at once: that of a stage comes when that of the stage before it is let go of.
-L waits for CO and U for CI, so both stand in the middle of the computations between the two updates, those of one batch
-or of two. U of a stage that takes nothing from others comes right behind its last gradient, so that there are some.
-
-Memory of computations is not given back between batches. So on a rank with one stage its state would always come on
-top, and nothing would be gained: such ranks stay as they are, and where all are the pass refuses.
+A rank with one stage has its state in chunks, `c0`, `c1` and so on (chunks.py), and updates one after the other, by
+parts of its update.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE
-from penstock.ir.graph import STATE, Module, touched_vars
-from penstock.ir.memory.items import home_bytes, stage_image
-from penstock.ir.schedule import ADDERS, COMPUTE, RECEIVES, SENDS, Action, Program, Schedule
+from penstock.ir.graph import Module
+from penstock.ir.memory.items import home_bytes, resident_bytes, stage_images
+from penstock.ir.schedule import ADDERS, SENDS, Action, Program, Schedule
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
+
+from .chunks import chunks_of, middle_of, movable_state, with_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +39,34 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
     schedule = module.schedule
     if schedule is None or module.cluster is None:
         raise UsageError("the module has no schedule", where="offload", hint="run the schedule pass first")
-    stages = [stage for rank in schedule.ranks if len(pack := schedule.stages_of(rank)) > 1 for stage in pack]
-    stages = [stage for stage in stages if _movable_state(module, stage)]
-    if not stages:
+    packs = [schedule.stages_of(rank) for rank in schedule.ranks]
+    packed = [stage for pack in packs if len(pack) > 1 for stage in pack if movable_state(module, stage)]
+    chunks = {
+        stage: listed for pack in packs if len(pack) == 1 for stage in pack if (listed := chunks_of(module, stage))
+    }
+    if not packed and not chunks:
         raise UsageError(
-            "there is no rank that runs several stages with optimiser state: it would take no less memory",
+            "no rank has optimiser state that could be elsewhere, a stage or a chunk of it: nothing would be gained",
             where="offload",
-            hint="take --schedule interleaved --packs 2, and an optimiser that has state",
+            hint="take an optimiser that has state, and a model with more than a few parameters on each device",
         )
-    result = with_homes(module, stages, options.space)
+    result = with_homes(module, packed, options.space)
+    for stage, listed in chunks.items():
+        result = with_chunks(result, stage, listed, _home(module, stage, options.space))
     return result.noted("offload", *_notes(result))
 
 
 def with_homes(module: Module, stages: Collection[int], space: str = "") -> Module:
     """Return the module with the state of some stages at home in a space, and the actions that move it."""
     assert module.schedule is not None
+    if not stages:
+        return module
     schedule, variables = module.schedule, dict(module.vars)
     for stage in stages:
         home = _home(module, stage, space)
-        variables |= {name: replace(variables[name], home=home) for name in _movable_state(module, stage)}
+        variables |= {name: replace(variables[name], home=home) for name in movable_state(module, stage)}
     ranks = {rank: _with_moves(module, program, stages) for rank, program in schedule.ranks.items()}
     return module.but(vars=variables, schedule=Schedule(schedule.name, schedule.microbatches, ranks))
-
-
-def _movable_state(module: Module, stage: int) -> list[str]:
-    """List the optimiser state of a stage that its update alone touches."""
-    kinds = ("read", "write", "accum", "take", "put")
-    others = {
-        name for kind in COMPUTE if kind != UPDATE for name in touched_vars(module.stage_graph(stage, kind), *kinds)
-    }
-    mine = touched_vars(module.stage_graph(stage, UPDATE), *kinds)
-    return [
-        name
-        for name, var in module.vars.items()
-        if var.role == STATE and var.stage == stage and name in mine and name not in others
-    ]
 
 
 def _home(module: Module, stage: int, space: str) -> str:
@@ -104,11 +99,11 @@ def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Pr
     for at, (first, last) in enumerate(zip([-1, *updates], updates, strict=False)):
         update, earlier = batch[last], batch[updates[at - 1]]
         # The last update of a list comes before the first of the next one.
-        number, place = (earlier.mb if at else earlier.mb - 1), _middle(batch, first, last)
+        number, place = (earlier.mb if at else earlier.mb - 1), middle_of(batch, first, last)
         if number >= 0:
             before.setdefault(place, []).append(_moved(LET_GO, earlier, number))
         else:  # that would be the list after the next, which no run comes to
-            before.setdefault(_middle(batch, updates[-1], len(batch)), []).append(_moved(LET_GO, earlier, earlier.mb))
+            before.setdefault(middle_of(batch, updates[-1], len(batch)), []).append(_moved(LET_GO, earlier, earlier.mb))
         before.setdefault(place, []).append(_moved(COPY_IN, update, update.mb))
     listed: list[Action] = []
     for i in range(len(batch) + 1):
@@ -154,22 +149,17 @@ def _behind_sends(actions: Sequence[Action], at: int) -> int:
     return at
 
 
-def _middle(actions: Sequence[Action], first: int, last: int) -> int:
-    """Return the place before the middle one of the computations between two places, and before what it receives."""
-    between = [i for i in range(first + 1, last) if actions[i].kind in COMPUTE]
-    at = between[len(between) // 2] if between else last
-    while at - 1 > first and actions[at - 1].kind in RECEIVES:
-        at -= 1
-    return at
-
-
 def _notes(module: Module) -> Iterator[str]:
     """Yield what is elsewhere of each rank, and what that moves."""
+    assert module.schedule is not None
     for (space, _), held in home_bytes(module).items():
         for rank, nbytes in held.items():
-            images = [image for stage in module.rank_packs()[rank] if (image := stage_image(module, stage))]
+            images = {stage: stage_images(module, stage) for stage in module.rank_packs()[rank]}
+            chunked = next((len(items) for items in images.values() if STATE_ITEM not in items and items), 0)
+            parts = f" in {counted(chunked, 'chunk')}" if chunked else ""
+            most = max(resident_bytes(module, module.schedule.expand(rank, 2)))
             yield (
-                f"rank {rank}: state of {counted(len(images), 'stage')}, {shown_bytes(nbytes)}, is at home in {space}, "
-                f"at most {shown_bytes(max(image.nbytes for image in images))} of it on the device; a batch copies all "
-                "of it in and out"
+                f"rank {rank}: state of {counted(len([i for i in images.values() if i]), 'stage')}{parts}, "
+                f"{shown_bytes(nbytes)}, is at home in {space}, at most {shown_bytes(most)} of it on the device; a "
+                "batch copies all of it in and out"
             )

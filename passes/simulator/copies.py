@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT
 from penstock.ir.graph import Module
-from penstock.ir.memory.items import is_let_go, stage_image, users_of
+from penstock.ir.memory.items import is_let_go, stage_images, users_of
 from penstock.ir.schedule import COPIES, Action, Schedule
 
 from .machine import Copy, Route
@@ -28,16 +28,22 @@ _LANE = -2
 def copies_of(module: Module) -> Callable[[int, Action], Copy]:
     """Return what each action that copies moves, over the ways of the module's cluster."""
     cluster, devices = module.cluster, module.rank_devices()
-    images = {stage.index: stage_image(module, stage.index) for stage in module.stages}
-    users = {stage: users_of(module, stage, image) for stage, image in images.items() if image is not None}
+    images = {
+        (stage.index, item): image
+        for stage in module.stages
+        for item, image in stage_images(module, stage.index).items()
+    }
+    users = {key: users_of(module, key[0], image) for key, image in images.items()}
 
     def copied(rank: int, action: Action) -> Copy:
-        image = images.get(action.stage)
+        image = images.get((action.stage, action.item))
         if image is None or cluster is None:
             return Copy()
         space, host = cluster.space(image.space, devices[rank]), cluster.device(devices[rank]).host
         way = f"{space.name}>{host}" if action.kind == COPY_IN else f"{host}>{space.name}"
-        return Copy(Route(((way, space.bandwidth),), space.latency), float(image.nbytes), users[action.stage])
+        return Copy(
+            Route(((way, space.bandwidth),), space.latency), float(image.nbytes), users[action.stage, action.item]
+        )
 
     return copied
 
@@ -56,16 +62,19 @@ class Copies:
         self, schedule: Schedule, copied: Callable[[int, Action], Copy], wake: Callable[[float, int], None]
     ) -> None:
         self._copied, self._wake = copied, wake
-        self._users: dict[tuple[int, int], frozenset[str]] = {}
+        # The items that computations touch, by rank, stage and computation.
+        self._touched: dict[tuple[int, int, str], list[str]] = {}
         self._lanes: dict[tuple[int, ...], Route] = {}
         for rank, program in schedule.ranks.items():
             for action in (*program.start, *program.batch):
                 if action.kind in COPIES:
                     copy = copied(rank, action)
                     self._lanes[_lane(rank, action)] = copy.route
-                    self._users[rank, action.stage] = copy.users
-        self._begun: dict[tuple[int, int, str], _Begun] = {}
-        self._awaited: set[tuple[int, int, str]] = set()
+                    for user in copy.users if action.kind == COPY_IN else ():
+                        items = self._touched.setdefault((rank, action.stage, user), [])
+                        items += [action.item] if action.item not in items else []
+        self._begun: dict[tuple[int, int, str, str], _Begun] = {}
+        self._awaited: set[tuple[int, int, str, str]] = set()
 
     def lanes(self) -> Iterator[tuple[tuple[int, ...], Route]]:
         """Yield the way of every rank in each direction, with its key."""
@@ -81,7 +90,7 @@ class Copies:
     ) -> None:
         """Begin the copy of an action at a place: rank and position."""
         rank, position = place
-        key = (rank, action.stage, action.kind)
+        key = (rank, action.stage, action.kind, action.item)
         self._begun[key] = _Begun(math.inf, None)
 
         def arrive(begun: float, end: float) -> None:
@@ -99,12 +108,20 @@ class Copies:
         entered in `messages`."""
         rank = place[0]
         if is_let_go(action):
-            key = (rank, action.stage, COPY_OUT)
-        elif action.kind in self._users.get((rank, action.stage), ()):
-            key = (rank, action.stage, COPY_IN)
+            keys = [(rank, action.stage, COPY_OUT, action.item)]
         else:
-            return False
-        begun = self._begun.get(key)
+            items = self._touched.get((rank, action.stage, action.computation), ())
+            keys = [(rank, action.stage, COPY_IN, item) for item in items]
+        return any(self._waits_for(key, place, now, messages) for key in keys)
+
+    def _waits_for(
+        self,
+        key: tuple[int, int, str, str],
+        place: tuple[int, int],
+        now: float,
+        messages: dict[tuple[int, int], Message],
+    ) -> bool:
+        rank, begun = place[0], self._begun.get(key)
         if begun is None or begun.ends < now:
             return False
         if begun.message is None:

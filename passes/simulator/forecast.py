@@ -17,6 +17,7 @@ from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory.predict import Course, memory_course
+from penstock.ir.memory.update_parts import share_of_update
 from penstock.ir.schedule import Action
 from penstock.passes.costs.prices import timed_kind
 from penstock.support.errors import UsageError
@@ -142,7 +143,7 @@ def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) ->
         if cluster is not None and action.peer is not None:
             return cluster.message_overhead(devices[rank], devices[action.peer])
         kind = timed_kind(module, action.stage, action.kind)
-        return computations.get((rank, kind), 0.0)
+        return computations.get((rank, kind), 0.0) * share_of_update(module, action)
 
     return seconds
 

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from penstock.ir.action_kinds import STATE_ITEM
 from penstock.ir.collective_calls import JointSum
 from penstock.ir.graph import GRAD, Slot, Var
-from penstock.ir.memory.items import Image, image_of
+from penstock.ir.memory.items import Image, images_of
 from penstock.ir.types import LONG_NAMES, TensorType, numpy_dtype
 from penstock.runtime.messages.ledger import Ledger
 from penstock.support.errors import VerifyError
@@ -218,8 +219,9 @@ class Store:
         summed: SummedGradients = NO_SUMS,
         homed: Callable[[Image], HomedItem] | None = None,
     ) -> None:
-        stepped, image = set(stepped), image_of(variables)
-        self.item = homed(image) if homed is not None and image is not None else None
+        stepped, images = set(stepped), images_of(variables) if homed is not None else {}
+        self.items = {} if homed is None else {name: homed(image) for name, image in images.items()}
+        self._item_of = {name: self.items[item] for item, image in images.items() for name in image.variables}
         self.variables = dict(variables)
         self.grow = grow
         self.version = version
@@ -232,7 +234,7 @@ class Store:
         self._lay_out([variables[name] for name in summed.whole])
         self._kept = [(call, self._lent_copies(call, summed)) for call in summed.kept]
         for name, var in variables.items():
-            if name in self.gradients or (self.item is not None and var.home):
+            if name in self.gradients or name in self._item_of:
                 continue
             if var.role == GRAD:
                 self.gradients[name] = [allocate(var.type, device).zero_() for _ in range(var.versions)]
@@ -296,45 +298,45 @@ class Store:
         """Return the buffer with the newest contents of a variable, read again if its memory was given back."""
         if name in self._gone and self.reread is not None:
             return self.reread(name)
-        if self.item is not None and name in self.item.image.variables:
-            return self.item.newest(name)
+        if name in self._item_of:
+            return self._item_of[name].newest(name)
         if name in self.versioned:
             return self.versioned[name].place(self.versioned[name].newest)
         return self.single[name]
 
     def apart(self) -> dict[str, torch.Tensor]:
         """Return what is at home in copies that nothing changes; they take no memory of the device."""
-        return {} if self.item is None else self.item.apart()
+        return {name: tensor for item in self.items.values() for name, tensor in item.apart().items()}
 
-    def bring(self, text: str) -> None:
-        """Begin to bring the item to the device. `text` names the copy."""
-        self._homed().bring(text)
-        self._note_item("own")
+    def bring(self, name: str, text: str) -> None:
+        """Begin to bring an item to the device. `text` names the copy."""
+        self._homed(name).bring(text)
+        self._note_item("own", name)
 
-    def store(self, text: str) -> None:
-        """Begin to copy the item to its home."""
-        self._homed().store(text)
+    def store(self, name: str, text: str) -> None:
+        """Begin to copy an item to its home."""
+        self._homed(name).store(text)
 
-    def let_item_go(self) -> None:
-        """Give the memory of the item back, once it is at home."""
+    def let_item_go(self, name: str) -> None:
+        """Give the memory of an item back, once it is at home."""
         self._by_turn.clear()
-        self._homed().let_go()
-        self._note_item("give")
+        self._homed(name).let_go()
+        self._note_item("give", name)
 
-    def await_item(self) -> None:
-        """Wait for the item, if it is on its way to the device."""
-        if self.item is not None:
-            self.item.wait()
+    def await_item(self, name: str) -> None:
+        """Wait for an item that a computation names, or for the only one, if it is on its way to the device."""
+        if (item := self.items.get(name or STATE_ITEM)) is not None:
+            item.wait()
 
     def settle(self) -> None:
-        """Wait for copies of the item to its home."""
-        if self.item is not None:
-            self.item.settle()
+        """Wait for copies of items to their homes."""
+        for item in self.items.values():
+            item.settle()
 
-    def _homed(self) -> HomedItem:
-        if self.item is None:
-            raise VerifyError("nothing has a home that could be moved")
-        return self.item
+    def _homed(self, name: str) -> HomedItem:
+        if name not in self.items:
+            raise VerifyError(f"no item {name} has a home that could be moved")
+        return self.items[name]
 
     def let_go(self, name: str, stand_in: torch.Tensor) -> None:
         """Give back the memory of a variable that has one version and can be read again, and that no graph reads any
@@ -378,8 +380,8 @@ class Store:
             buffers = self.gradients[slot.var]
             return buffers[batch % len(buffers)]
         versions = self.versioned.get(slot.var)
-        if versions is None and self.item is not None and slot.var in self.item.image.variables:
-            return self.item.tensor(slot.var)
+        if versions is None and slot.var in self._item_of:
+            return self._item_of[slot.var].tensor(slot.var)
         if versions is None:
             return self.single[slot.var]
         match slot.slot:
@@ -430,9 +432,9 @@ class Store:
             for buffer, tensor in enumerate(copies):
                 ledger.variable("own", name, buffer, tensor.nbytes, None)
 
-    def _note_item(self, what: str) -> None:
+    def _note_item(self, what: str, item: str) -> None:
         if self.ledger is not None:
-            for name, var in self._homed().image.variables.items():
+            for name, var in self._homed(item).image.variables.items():
                 self.ledger.variable(what, name, 0, var.type.nbytes, None)
 
     def _note_version(self, what: str, name: str, versions: Versions, version: int) -> None:

@@ -220,7 +220,7 @@ class Executor:
             begun = None if self._times is None else self._times.mark()
             started = stage._started = time.monotonic()
             stage.perform(action)
-            if stage.pace.asked:
+            if stage.pace.asked and not action.item:
                 stage.pace.keep(action, started)
             if self._times is None or begun is None:
                 self._spent(action, started, time.monotonic())
@@ -314,18 +314,17 @@ class Executor:
             self._keeping.add(action.mb)
 
     def copy_in(self, action: Action) -> None:
-        """Begin to copy the item of the stage to the device; it goes on in the background."""
-        self.store.bring(str(action))
+        """Begin to copy an item of the stage to the device; it goes on in the background."""
+        self.store.bring(action.item, str(action))
 
     def copy_out(self, action: Action) -> None:
-        """Begin to copy the item of the stage to its home; it goes on in the background."""
-        self.store.store(str(action))
+        """Begin to copy an item of the stage to its home; it goes on in the background."""
+        self.store.store(action.item, str(action))
 
     def finish_sum(self, action: Action) -> None:
-        """Wait for the sum of the batch that an action uses, if it has not been waited for: the whole sum, and this
-        rank's parts. Wait for the item that an update touches, too."""
+        """Wait for the sum of the batch that an action uses, the whole one and this rank's parts, and for an item."""
         if action.kind == UPDATE:
-            self.store.await_item()
+            self.store.await_item(action.item)
         self.transport.finish_sum(action)
         if action.mb in self._keeping:
             assert self._exchange is not None
@@ -341,8 +340,10 @@ class Executor:
     def update(self, action: Action) -> None:
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
-        ins = [self._value(action.holder, value) for value in self.graphs[UPDATE].ins]
-        results = self._call(UPDATE, action._replace(version=version), ins)
+        ins = [self._value(action.holder, value) for value in self._largest.taken[action.computation]]
+        results = self._call(action.computation, action._replace(version=version), ins)
+        if action.item:
+            return
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
@@ -364,7 +365,7 @@ class Executor:
 
     def let_go(self, action: Action) -> None:
         if action.item:
-            self.store.let_item_go()
+            self.store.let_item_go(action.item)
             return
         self.store.keep_only(action.mb, self._of(action.mb).after_letting_go)
 
@@ -388,7 +389,7 @@ class Executor:
             self._exchange.enter(action)
         buffers = self.store.buffers(name, slots, action.version, action.batch(self.schedule.microbatches))
         results = dict(zip(names, self._run(kind, name, [*ins, *buffers]), strict=True))
-        if kind != UPDATE:
+        if action.kind != UPDATE:
             self.store.put_all(action.holder, results)
             for stage, values in size.handed.get(kind, ()):
                 self.stages[stage].store.put_all(action.holder, {value: results[value] for value in values})
@@ -426,7 +427,7 @@ class Executor:
         return tensor
 
     def _room(self, value: Value) -> int:
-        """Return the bytes of the memory that an input goes into: those of the largest size, if there are several."""
+        """Return the bytes of the memory that an input goes into: of the largest size, if there are several."""
         return self.fed[value.name].nbytes if self.rung_of is not None and value.name in self.fed else 0
 
     def _note(self, action: Action) -> None:

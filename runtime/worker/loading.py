@@ -7,7 +7,6 @@ variable that is split over the devices of its stage, the rank has the local typ
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -79,8 +78,12 @@ def _load(
     store = Store(
         local, stepped_vars(module), version=step, grow=grow, device=device, summed=summed, homed=source.homed
     )
-    with nullcontext() if store.item is None else store.item.filling():
-        _fill(source, store, variables, tiles)
+    at_home = {name for item in store.items.values() for name in item.image.variables}
+    _fill(source, store, {name: var for name, var in variables.items() if name not in at_home}, tiles)
+    # One item at a time is on the device.
+    for item in store.items.values():
+        with item.filling():
+            _fill(source, store, {name: variables[name] for name in item.image.variables}, tiles)
     return store
 
 

@@ -14,6 +14,7 @@ from penstock.ir.action_kinds import AGAIN, BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.batch_shares import fed_inputs
 from penstock.ir.graph import Graph, Module, signature
 from penstock.ir.ladder.ladder import Ladder
+from penstock.ir.memory.update_parts import computation_of, update_parts
 from penstock.ir.schedule import ADDERS, COMPUTE, PHASES, SEND_OF
 
 # The name of the only size of a model without bounded dimensions.
@@ -30,10 +31,13 @@ class StageGraphs:
         self.module = module
         graphs = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
         self.graphs: dict[str, Graph] = {kind: graph for kind, graph in graphs.items() if graph is not None}
+        parts = {computation_of(part): part for part in update_parts(module, stage).values()}
+        # By what an action computes: an update may run in parts.
         self.calls = {
-            kind: (called(graph.name), signature(graph).slots, tuple(value.name for value in graph.results))
-            for kind, graph in self.graphs.items()
+            name: (called(graph.name), signature(graph).slots, tuple(value.name for value in graph.results))
+            for name, graph in {**self.graphs, **parts}.items()
         }
+        self.taken = {name: graph.ins for name, graph in {**self.graphs, **parts}.items()}
         leaving = [edge for edge in module.edges if edge.src == stage]
         sent: dict[str, set[str]] = {phase: set() for phase in PHASES}
         # The values that other stages of this rank take, by phase and stage.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from penstock.ir.action_kinds import ACTION_KINDS, ITEMS
+from penstock.ir.action_kinds import ACTION_KINDS, CHUNK_ITEM, STATE_ITEM
 from penstock.ir.cluster.cluster import Cluster, Device, Link, Space
 from penstock.ir.graph import ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from penstock.ir.schedule import KINDS, RECEIVES, SENDS, Action, Program, Schedule
@@ -53,7 +53,8 @@ def actions(draw: st.DrawFn) -> Action:
         draw(st.integers(0, 10**6)),
         draw(st.none() | st.integers(0, 999)),
     )
-    items = {"": st.just(""), "may": st.sampled_from(("", *ITEMS)), "must": st.sampled_from(tuple(ITEMS))}
+    named = (STATE_ITEM, f"{CHUNK_ITEM}0", f"{CHUNK_ITEM}12")
+    items = {"": st.just(""), "may": st.sampled_from(("", *named)), "must": st.sampled_from(named)}
     return Action(kind, stage, number, version, peer, end, draw(items[ACTION_KINDS[kind].item]))
 
 
@@ -72,7 +73,7 @@ def modules(draw: st.DrawFn) -> Module:
             ),
         )
     vars = {
-        n: Var(n, draw(types()), draw(st.sampled_from(ROLES)), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])), home=draw(st.sampled_from(["", "disk"])))
+        n: Var(n, draw(types()), draw(st.sampled_from(ROLES)), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])), **dict(zip(("home", "chunk"), draw(st.sampled_from([("", None), ("disk", None), ("disk", 3)])), strict=True)))
         for n in draw(unique)
     }  # fmt: skip
     schedule = None

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from penstock.backends.bundle.format import Bundle, open_bundle
 from penstock.ir.collective_calls import groups_of
 from penstock.ir.graph import Edge, Value
-from penstock.ir.schedule import Action, Schedule
+from penstock.ir.schedule import COMPUTE, Action, Schedule
 from penstock.runtime.group.group import Circle, RankGroup
 from penstock.runtime.group.neighbours import End
 from penstock.runtime.launch.local import thread_environment
@@ -181,9 +181,14 @@ def rehearse_here(
         worker.obey(RunCommand(first, batches))
         if first:
             last = None
+            parts: dict[str, float] = {}
             for text, start, end in traces[-1].events:
-                times.setdefault(Action.parse(text).kind, []).append(end - (start if last is None else last))
+                action, took = Action.parse(text), end - (start if last is None else last)
                 last = end
+                if action.item and action.kind in COMPUTE:  # a part of what ends without an item
+                    parts[action.kind] = parts.get(action.kind, 0.0) + took
+                else:
+                    times.setdefault(action.kind, []).append(took + parts.pop(action.kind, 0.0))
         else:
             warm()
             begun = time.monotonic()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import CACHE, Module, stage_vars
-from penstock.ir.memory.items import resident_bytes, stage_image
+from penstock.ir.memory.items import resident_bytes, stage_images
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
 from penstock.ir.ops import BLOCK
 from penstock.ir.schedule import COPIES
@@ -113,7 +113,11 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
 def home_room(module: Module, rank: int) -> HomeRoom | None:
     """Return what a rank has in another memory space."""
     assert module.schedule is not None
-    images = {stage: image for stage in module.rank_packs()[rank] if (image := stage_image(module, stage))}
+    images = {
+        (stage, item): image
+        for stage in module.rank_packs()[rank]
+        for item, image in stage_images(module, stage).items()
+    }
     if not images:
         return None
     space = next(iter(images.values())).space
@@ -124,7 +128,7 @@ def home_room(module: Module, rank: int) -> HomeRoom | None:
         sum(image.nbytes for image in images.values()),
         limit,
         max(resident_bytes(module, module.schedule.expand(rank, 2))),
-        sum(images[a.stage].nbytes for a in actions if a.kind in COPIES),
+        sum(images[a.stage, a.item].nbytes for a in actions if a.kind in COPIES),
     )
 
 

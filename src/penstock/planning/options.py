@@ -96,8 +96,8 @@ class PlanOptions:
     )
     offload: str = setting(
         "none",
-        "what is in another memory space between its uses: nothing, or the optimiser state of ranks that run several "
-        "stages (--packs), of which one stage's is on the device at once (default: none)",
+        "what is in another memory space between its uses: nothing, or optimiser state, of which a few chunks are on "
+        "the device at once, or that of one stage where a device runs several (default: none)",
         choices=OFFLOADS,
         rare=True,
     )

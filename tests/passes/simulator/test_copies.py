@@ -64,13 +64,15 @@ def test_a_lane_copies_one_item_after_the_other() -> None:
 def test_the_machine_of_a_module_copies_what_the_image_has() -> None:
     from tests.passes.memory.test_offload import moved
 
-    from penstock.ir.memory.items import stage_image
+    from penstock.ir.memory.items import stage_images
     from penstock.passes.simulator.copies import copies_of
 
     module = moved("interleaved")
     copied = partial(copies_of(module), 0)
     assert module.schedule is not None
     for action in (a for a in module.schedule.ranks[0].batch if a.kind in COPIES):
-        image, way = stage_image(module, action.stage), {"CI": "disk>localhost", "CO": "localhost>disk"}[action.kind]
-        assert image is not None
+        image, way = (
+            stage_images(module, action.stage)["o"],
+            {"CI": "disk>localhost", "CO": "localhost>disk"}[action.kind],
+        )
         assert copied(action) == Copy(Route(((way, 1e9),), 1e-4), image.nbytes, frozenset({"U"}))

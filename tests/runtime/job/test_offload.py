@@ -93,8 +93,54 @@ def test_a_stage_per_rank_trains_the_same_and_holds_what_was_planned(mlp, tmp_pa
     assert {e["name"][1:3] for e in rows} == {"CI", "CO"}
 
 
-def test_checkpoints_are_those_of_training_without(packs, tmp_path):
-    whole, away = packs
+@pytest.fixture(scope="module")
+def chunks(mlp, tmp_path_factory):
+    """A bundle of one stage per rank as it is, and one whose state is elsewhere in chunks."""
+    place = tmp_path_factory.mktemp("chunks")
+    path = write_mlp(place / "deep.onnx", [8] * 9, batch=4)
+    whole = in_chunks(path, place / "whole", "none")
+    return whole, in_chunks(path, place / "away", "state")
+
+
+def in_chunks(path, out, offload, schedule="1f1b", backend="tvm"):
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
+    options = {"schedule": schedule, "split_at": ["fc5.product"], "offload": offload}
+    return ps.compile(ps.plan(ps.from_onnx(path), Cluster.local(2), training, **options), out, backend=backend)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_chunks_train_the_same_and_are_held_as_planned(chunks, tmp_path, schedule):
+    """Parts of an update by compiled code, block by block after every action."""
+    path = chunks[0].parent / "deep.onnx"
+    bundles = (
+        chunks
+        if schedule == "1f1b"
+        else [in_chunks(path, tmp_path / kind, kind, schedule, "numpy") for kind in ("none", "state")]
+    )
+    whole, away = bundles
+    same(trained(away), trained(whole))
+    with Job(open_bundle(away), timeout=60, trace=True) as job:
+        list(job.run(batches_of(job.bundle, 3)))
+        write_trace(tmp_path / "trace.json", job.traces, module=job.module, held=job.held, copies=job.copies)
+        module, copies = job.module, job.copies
+    for rank, trace in enumerate(read_trace(tmp_path / "trace.json")):
+        planned, measured = planned_beside(module, rank, trace), measured_account(module, rank, trace)
+        assert first_difference(planned, measured) is None
+        assert {action.item for action in planned.actions} >= {"c0", "c1", "c2", "c3"}
+        curve = memory_curves(module)[rank]
+        assert curve.home is not None
+        assert sum(copy.nbytes for copy in copies[rank]) == 3 * curve.home.moved_per_batch == 6 * curve.home.bytes
+        assert curve.home.on_device < curve.home.bytes
+
+
+def test_checkpoints_are_those_of_training_without(packs, chunks, tmp_path):
+    checkpoints(packs, tmp_path / "packs")
+    checkpoints(chunks, tmp_path / "chunks")
+
+
+def checkpoints(bundles, tmp_path):
+    tmp_path.mkdir()
+    whole, away = bundles
     batches = batches_of(open_bundle(whole), 4)
     with ps.open(whole, timeout=60) as job:
         expected = [step.losses for step in job.steps(batches)]
@@ -122,8 +168,9 @@ def test_what_a_rank_has_elsewhere_is_shown(packs):
 
 
 def test_options_that_do_not_fit_are_refused(mlp, packs, tmp_path):
-    with pytest.raises(UsageError, match="no rank that runs several stages"):
-        compiled(mlp, tmp_path / "a", "1f1b", 2, offload="state")
+    plain = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.01), microbatches=M)
+    with pytest.raises(UsageError, match="no rank has optimiser state that could be elsewhere"):
+        ps.plan(ps.from_onnx(mlp), Cluster.local(2), plain, offload="state")
     with pytest.raises(UsageError, match="--spill says where"):
         compiled(mlp, tmp_path / "b", "interleaved", 2, 2, spill="disk")
     with pytest.raises(UsageError, match="reaches no memory space 'tape'"):

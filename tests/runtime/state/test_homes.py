@@ -14,7 +14,7 @@ import torch
 
 from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.graph import STATE, Module, Slot, Var
-from penstock.ir.memory.items import ALIGNMENT, Image, image_of
+from penstock.ir.memory.items import ALIGNMENT, Image, images_of
 from penstock.ir.types import TensorType
 from penstock.runtime.state.home_files import FileHome, home_warnings, in_memory, memory_for
 from penstock.runtime.state.homes import HomedItem, Lanes, open_home
@@ -26,8 +26,7 @@ VARS = {n: Var(n, TensorType(t, dims), STATE, 0, home="disk") for n, (t, dims) i
 
 
 def image() -> Image:
-    laid_out = image_of(VARS)
-    assert laid_out is not None
+    (laid_out,) = images_of(VARS).values()
     return laid_out
 
 
@@ -49,7 +48,7 @@ def test_an_image_has_each_variable_at_an_aligned_place() -> None:
     laid_out = image()
     assert laid_out.places == {"a": 0, "b": ALIGNMENT, "c": ALIGNMENT + 1_400_064, "d": 2 * ALIGNMENT + 1_400_064}
     assert laid_out.nbytes == 2 * ALIGNMENT + 1_400_064
-    assert image_of({"w": Var("w", TensorType("f32", (2,)), STATE, 0)}) is None
+    assert images_of({"w": Var("w", TensorType("f32", (2,)), STATE, 0)}) == {}
 
 
 def test_what_goes_home_comes_back_bit_for_bit(tmp_path) -> None:
@@ -135,8 +134,7 @@ def mapped_bytes() -> int:
 
 def test_memory_is_given_back(tmp_path) -> None:
     space, var = Space("disk", path=str(tmp_path)), Var("m", TensorType("f32", (16 << 20,)), STATE, 0, home="disk")
-    laid_out = image_of({"m": var})
-    assert laid_out is not None
+    (laid_out,) = images_of({"m": var}).values()
     homed = HomedItem(laid_out, open_home(space, laid_out.nbytes), Lanes())
     with homed.filling():
         pass
@@ -153,18 +151,18 @@ def test_what_is_away_is_not_read_by_mistake(tmp_path) -> None:
     store = Store(VARS, (), homed=lambda laid_out: item(tmp_path))
     with pytest.raises(VerifyError, match=r"@a: is asked for on the device, and is at home in disk"):
         store.buffers("s0.U", [Slot("a", "latest")], None, 0)
-    store.bring("0CI0:o")
-    store.await_item()
+    store.bring("o", "0CI0:o")
+    store.await_item("o")
     (held,) = store.buffers("s0.U", [Slot("a", "latest")], None, 0)
     assert held.shape == (3, 5)
     with pytest.raises(VerifyError, match="is on the device already"):
-        store.bring("0CI1:o")
-    store.store("0CO0:o")
-    store.let_item_go()
+        store.bring("o", "0CI1:o")
+    store.store("o", "0CO0:o")
+    store.let_item_go("o")
     with pytest.raises(VerifyError, match="not on the device"):
-        store.store("0CO0:o")
-    with pytest.raises(VerifyError, match="nothing has a home"):
-        Store({}, ()).bring("0CI0:o")
+        store.store("o", "0CO0:o")
+    with pytest.raises(VerifyError, match="no item o has a home"):
+        Store({}, ()).bring("o", "0CI0:o")
 
 
 class SlowHome:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.inspection.views.gantt import svg_gantt
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, SUM
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, STATE_ITEM, SUM
 from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, Value, summed_vars
-from penstock.ir.memory.items import stage_image
+from penstock.ir.memory.items import stage_images
 from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
 from penstock.passes.simulator.forecast import Forecast
 from penstock.planning.predict import Predicted, predict
@@ -76,14 +76,15 @@ def _unit(action: Action) -> str:
 
 def _computes(module: Module, action: Action) -> str:
     version = "" if action.version is None else f", version {action.version} of the weights"
-    return f"run @s{action.stage}.{action.kind} for {_unit(action)}{version}"
+    return f"run @s{action.stage}.{action.computation} for {_unit(action)}{version}"
 
 
 def _copies(module: Module, action: Action) -> str:
-    image = stage_image(module, action.stage)
+    image = stage_images(module, action.stage).get(action.item)
     if image is None:
         return f"copy what stage {action.stage} has not"
-    what = f"the optimiser state of stage {action.stage}, {shown_bytes(image.nbytes)}"
+    part = "" if action.item == STATE_ITEM else f"chunk {action.item[1:]} of "
+    what = f"{part}the optimiser state of stage {action.stage}, {shown_bytes(image.nbytes)}"
     if action.kind == LET_GO:
         return f"let go of {what}, once it is in {image.space}"
     ways = {COPY_IN: f"from {image.space} for", COPY_OUT: f"to {image.space} after"}
