@@ -9,6 +9,9 @@ first reader of the collective before, products that it does not need are comput
 them. Where that is not enough to hide it, its first reader moves down behind products that do not need its result.
 Other operations stay where they are: they become parts of the kernels before them, which would be held up.
 
+A collective that needs variables alone, as those that gather weights, begins ahead, with the reads that it needs:
+before as many products as would hide it, behind the collective before.
+
 Links of a chain, collectives whose operand another one makes, as those of a ring, stand where they are: what is to hide
 them was written between them.
 
@@ -129,6 +132,9 @@ class _Order:
                 most = min(most, self._products_put_off) // 2
             if not any(self._is_link(k) for k in self.readers[collective]):
                 self._try(self._read_late(collective))
+            ahead = self._places_ahead(collective, before)
+            while ahead and not self._try(self._begun_at(collective, ahead[-1])):
+                ahead = ahead[: len(ahead) // 2]
         return tuple(self.ops[i] for i in self.order)
 
     def _is_link(self, i: int) -> bool:
@@ -170,6 +176,32 @@ class _Order:
         if behind == len(early) and not late:
             return order
         return [*order[:start], *early[:behind], collective, *early[behind:], *late, *order[end + 1 :]]
+
+    def _places_ahead(self, collective: int, before: Sequence[int]) -> list[int]:
+        """Return the places in front of products that would hide what is not hidden of a collective, the nearest first.
+        They go back to the collective before, or to what it needs other than reads, as far as work is missing."""
+        place = {i: at for at, i in enumerate(self.order)}
+        begun = place[collective]
+        read = min((place[k] for k in self.readers[collective]), default=len(self.order))
+        missing = _moved(self.ops[collective]) - sum(self.work[i] for i in self.order[begun:read])
+        first = max((place[i] + 1 for i in before[-1:]), default=0)
+        needed = self._needed(collective, self.order[first:begun])
+        places = []
+        for at in range(begun - 1, first - 1, -1):
+            i = self.order[at]
+            if missing <= 0 or (i in needed and self.ops[i].kind != _READS):
+                break
+            if self.work[i]:
+                places.append(at)
+                missing -= self.work[i]
+        return places
+
+    def _begun_at(self, collective: int, at: int) -> list[int]:
+        """Return the order in which a collective begins at an earlier place, behind the reads that it needs."""
+        end = self.order.index(collective)
+        needed = self._needed(collective, self.order[at:end])
+        early, late = ([i for i in self.order[at:end] if (i in needed) is first] for first in (True, False))
+        return [*self.order[:at], *early, collective, *late, *self.order[end + 1 :]]
 
     def _needed(self, collective: int, window: Sequence[int]) -> set[int]:
         """Return what the collective needs, be it through others, of some operations in front of it."""
