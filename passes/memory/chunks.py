@@ -7,8 +7,7 @@ In: a stage with a rank or ranks of its own. Out: the chunks of its state, and i
 At most three chunks are on the device at once: one that comes, one that is updated, one that goes. The first three
 come during computations, those that wait for their CO at the end of a batch are let go of during those of the next.
 
-A chunk has parameters in the order of the update. Parameters whose new values cannot be computed apart are in one, and
-so is all of the largest. Chunks are no smaller than that: smaller ones would not lower the most that is on the device.
+A chunk has parameters in the order of the update. Parameters whose new values cannot be computed apart are in one.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ _RESIDENT, _MANY = 3, 16
 _LEAST_BYTES = 4 << 20
 # Chunks of a stage with fewer bytes than that.
 _FEW = 6
+# A parameter of so small a share of a chunk joins the one before it in any case: a chunk of its own would be one of the
+# three.
+_SMALL = 4
 
 
 def movable_state(module: Module, stage: int) -> list[str]:
@@ -55,7 +57,7 @@ def chunks_of(module: Module, stage: int) -> list[list[str]]:
     chunks: list[list[str]] = []
     held: list[int] = []
     for names, size in zip(groups, sizes, strict=True):
-        if chunks and held[-1] + size <= most:
+        if chunks and (held[-1] + size <= most or size <= most // _SMALL):
             chunks[-1] += names
             held[-1] += size
         else:
