@@ -181,44 +181,59 @@ def _describe(data: DataSpec) -> str:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def load_state(place: Path, store: Store, variables: Mapping[str, Var], tiles: Mapping[str, TensorTile]) -> None:
+def load_state(
+    place: Path, store: Store, variables: Mapping[str, Var], tiles: Mapping[str, TensorTile], hashed: set[str]
+) -> None:
     """Fill the variables of one rank from a checkpoint that fits. The store is at the checkpoint's step; variables that
-    have values without it keep them. `tiles` are the rank's own: of a tensor that is split it reads nothing else."""
+    have values without it keep them. `tiles` are the rank's own: of a tensor that is split it reads nothing else.
+    `hashed` are the files whose hash was right: each is read for it once, also where variables come in several
+    calls."""
     index = read_index(place)
     names = {name for name, var in variables.items() if is_kept(var)}
-    _fill_version(place, index, index.step, {name: store.newest(name) for name in names}, tiles)
+    _fill_version(place, index, index.step, {name: store.newest(name) for name in names}, tiles, hashed)
     for version in range(index.step - 1, -1, -1):
         late = [n for n in sorted(names & store.versioned.keys()) if version > index.step - variables[n].versions]
         if not late:
             break
         buffers = {name: store.restore_older(version, name) for name in late}
-        there = _fill_version(place, index, version, buffers, tiles)
+        there = _fill_version(place, index, version, buffers, tiles, hashed)
         for name in buffers.keys() - there:
             # It was saved where one version was enough.
             buffers[name].copy_(store.versioned[name].place(version + 1))
 
 
 def _fill_version(
-    place: Path, index: Index, version: int, buffers: Mapping[str, torch.Tensor], tiles: Mapping[str, TensorTile]
+    place: Path,
+    index: Index,
+    version: int,
+    buffers: Mapping[str, torch.Tensor],
+    tiles: Mapping[str, TensorTile],
+    hashed: set[str],
 ) -> set[str]:
     """Fill buffers with a version of their variables; return the names that the checkpoint has."""
     files = files_for(index.files, {name: tiles[name] for name in buffers}, version)
     for key, stored in files.items():
         fill_tiles(
-            _checked(place, index, key, stored, tiles),
+            _checked(place, index, key, stored, tiles, hashed),
             {name: Filling(buffers[name], tiles[name], tile) for name, tile in stored.items()},
         )
     return {name for stored in files.values() for name in stored}
 
 
 def _checked(
-    place: Path, index: Index, key: str, stored: Mapping[str, TensorTile], tiles: Mapping[str, TensorTile]
+    place: Path,
+    index: Index,
+    key: str,
+    stored: Mapping[str, TensorTile],
+    tiles: Mapping[str, TensorTile],
+    hashed: set[str],
 ) -> Path:
     """Return the path of a file, once it is checked. A rank that takes slices of its tensors does not read the others
     for the hash, which rank 0 compared as it chose the checkpoint: only the size is compared again."""
     file = index.files[key]
     sliced = any(tile.ranges != tiles[name].ranges for name, tile in stored.items())
-    if not sliced and (not file.tiles or stored.keys() == file.tensors.keys()):
+    if key not in hashed and not sliced and (not file.tiles or stored.keys() == file.tensors.keys()):
+        hashed.add(key)
         return check_file(place, index, key)
     path = place / key
     if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:

@@ -79,16 +79,23 @@ def _load(
         local, stepped_vars(module), version=step, grow=grow, device=device, summed=summed, homed=source.homed
     )
     at_home = {name for item in store.items.values() for name in item.image.variables}
-    _fill(source, store, {name: var for name, var in variables.items() if name not in at_home}, tiles)
+    hashed = set[str]()
+    _fill(source, store, {name: var for name, var in variables.items() if name not in at_home}, tiles, hashed)
     # One item at a time is on the device.
     for item in store.items.values():
         with item.filling():
-            _fill(source, store, {name: variables[name] for name in item.image.variables}, tiles)
+            _fill(source, store, {name: variables[name] for name in item.image.variables}, tiles, hashed)
     return store
 
 
-def _fill(source: StateSource, store: Store, variables: Mapping[str, Var], tiles: Mapping[str, TensorTile]) -> None:
-    """Fill the variables of a store: from the bundle, or from a checkpoint."""
+def _fill(
+    source: StateSource,
+    store: Store,
+    variables: Mapping[str, Var],
+    tiles: Mapping[str, TensorTile],
+    hashed: set[str],
+) -> None:
+    """Fill the variables of a store: from the bundle, or from a checkpoint whose files may be `hashed` already."""
     for name, var in variables.items():
         if var.role == GRAD:
             continue
@@ -107,7 +114,7 @@ def _fill(source: StateSource, store: Store, variables: Mapping[str, Var], tiles
             },
         )
     else:
-        load_state(source.place, store, variables, tiles)
+        load_state(source.place, store, variables, tiles, hashed)
 
 
 def _fill_tables(variables: Mapping[str, Var], tables: Settings, store: Store, tiles: Mapping[str, TensorTile]) -> None:
