@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.support.errors import VerifyError
 
+from .large_pages import LargePages
+
 if TYPE_CHECKING:
     import torch
 
@@ -84,6 +86,7 @@ class PackedForms:
         self._held: dict[str, _HeldGraph] = {}
         self._area: Any = None
         self._place = 0
+        self._pages = LargePages()
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Make the operands of a graph, and keep them. Return the places of slots that are not read as they are."""
@@ -101,8 +104,9 @@ class PackedForms:
         if known is not None and known.is_of(sources):
             return known.operand
         versions = tuple(x._version for x in sources)
-        self._made[key] = _MadeOperand(tuple(map(weakref.ref, sources)), versions, form.pack(*sources))
-        return self._made[key].operand
+        operand = self._pages.copied(form.pack(*sources))
+        self._made[key] = _MadeOperand(tuple(map(weakref.ref, sources)), versions, operand)
+        return operand
 
     def held(self, graph: str, slots: Sequence[torch.Tensor]) -> list[Any] | None:
         """Return the operands that were made of these slots, or of those that stand-ins are there for; else None. Other

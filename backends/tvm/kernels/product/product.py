@@ -36,8 +36,8 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.backends.tvm.kernels.tools.body import BIJECTIONS, Body, parallel_if
-from penstock.backends.tvm.kernels.tools.elements import Index, bound_index, linear
+from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
+from penstock.backends.tvm.kernels.tools.elements import Index, bound_index
 from penstock.backends.tvm.kernels.tools.emit import (
     SERIAL,
     VECTOR,
@@ -49,12 +49,21 @@ from penstock.backends.tvm.kernels.tools.emit import (
     load,
 )
 from penstock.backends.tvm.kernels.tools.product_terms import Product
-from penstock.ir.graph import slot_of
 from penstock.ir.types import ITEM_BYTES
 
 from .few_rows import STREAM_ROWS
 from .narrow_rest import Narrow, steps_together
 from .packing import ProductBlock, ProductPacking, ProductPanel, stored_dtype
+from .panels_ahead import (
+    LINE_BYTES,
+    LinesAhead,
+    ask_for_result,
+    asks_for_plain,
+    lines_of_packed,
+    lines_of_plain,
+    lines_of_result,
+    pieces_of,
+)
 
 _LONGEST_K = 4096
 _K_BLOCK = 1024
@@ -64,16 +73,9 @@ _A_BYTES = 1 << 20
 _UNROLLED = 2
 # From so many tiles on, a panel that was packed in 16 bits is widened by the first of them.
 _WIDENED = 4
-_LINE_BYTES = 64
 # Parallel loops should have so many turns, and a turn this many rows at least.
 _TASKS = 4
 _TASK_ROWS = 128
-# A panel of B of so many tiles asks for the next one meanwhile, if both and a block of A fit into the second cache.
-_TILES_AHEAD, _PANEL_BYTES = 8, 256 << 10
-# Up to so many steps along k, a tile asks beforehand for the lines it will be stored to, or added to.
-_SHORT_K, _SHORT_K_ADDED = 256, 1024
-# ... if the result is larger than this, half of the second cache.
-_NEAR_BYTES = 1 << 20
 
 # ---------------------------------------------------------------------------------------- the loops
 
@@ -90,8 +92,8 @@ class _ProductTile:
     j: Expr
     columns: int
     lanes: int
-    # The number of the tile in its panel, if it asks for lines of the next panel of B.
-    turn: Expr | None = None
+    # What the tile asks for while it computes.
+    ahead: LinesAhead | None = None
 
     @property
     def width(self) -> int:
@@ -158,7 +160,7 @@ class TiledProduct:
             self.steps = steps_together(p, p.n % self.width, self.dtype, self.lanes)
         # All panels of B, if they were packed before the kernel runs.
         self.ready: Buffer | None = None
-        self.line = max(_LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
+        self.line = max(LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
         # A short epilogue is done on the registers, in unrolled code. Else loops go through a copy of the tile.
         self.light = len(body.group.ops) <= 2
 
@@ -265,17 +267,72 @@ class TiledProduct:
                 self._tile(_ProductTile(block, at, odd or height, replace(panel, fill=True), j, columns, self.lanes))
             first, odd = (0 if odd else 1), 0
         elif ready is not None:
-            pass
+            self._ready_panel(block, ready, j, columns, height)
+            return
         elif self.pack_b:
             panel = ProductPanel(emit.alloc(block.k_size * self.packing.padded(columns), self.dtype, "bp"))
             self.packing.pack_b(block, j, columns, panel)
-        turn = columns == self.width and self._asks_ahead(count - first)
+        panel_bytes = block.k_size * self.width * ITEM_BYTES[self.dtype]
+        asks = columns == self.width and self.pack_b and ready is None
+        asks = asks and asks_for_plain(self.p, count - first, panel_bytes)
+        lines = lines_of_plain(self.body, self.p, block, j, self.width, height) if asks else None
         with emit.loop(count - first, SERIAL, "io") as io, self.body.point():
             at = (io + first if first else io) * height
-            self._tile(_ProductTile(block, at, height, panel, j, columns, self.lanes, io if turn else None))
+            ahead = lines(io) if lines is not None else None
+            self._tile(_ProductTile(block, at, height, panel, j, columns, self.lanes, ahead))
         if odd:
             with self.body.point():
                 self._tile(_ProductTile(block, literal(count * height, "i32"), odd, panel, j, columns, self.lanes))
+
+    def _ready_panel(self, block: ProductBlock, panel: ProductPanel, j: Expr, columns: int, height: int) -> None:
+        """Emit a panel that was packed ahead: all tiles, piece by piece along k. Sums go on from piece to piece."""
+        emit, tiles = self.emit, ceil_div(block.rows, height)
+        width = self.packing.padded(columns)
+        pieces = pieces_of(tiles, block.k_size, block.k_size * width * ITEM_BYTES[self.stored])
+        size = block.k_size // pieces
+        whole = _ProductTile(block, literal(0, "i32"), height, panel, j, columns, self.lanes)
+        if pieces == 1:
+            lines = lines_of_packed(self.body, panel.packed, panel.at, size * width, self.stored, tiles)
+            for tile in self._each_tile(whole, lines):
+                self._tile(tile)
+            return
+        sums = emit.alloc(block.rows * width, self.dtype, "sums")
+        for v, _ in emit.spans(block.rows * width, self.lanes):
+            emit.store(sums, self.zero, v)
+        with emit.loop(pieces, SERIAL, "q") as q, self.body.point():
+            at = emit.bind(panel.at + q * (size * width), "at")
+            piece = replace(
+                whole, block=replace(block, k_from=block.k_from + q * size, k_size=size), panel=replace(panel, at=at)
+            )
+            lines = lines_of_packed(self.body, panel.packed, at, size * width, self.stored, tiles)
+            for tile in self._each_tile(piece, lines):
+                accs = self._sums_of(tile, sums)
+                self._steps(tile, accs)
+                for r, acc in enumerate(accs):
+                    for span in tile.spans:
+                        place = (tile.at + r) * width + span[0]
+                        emit.store(sums, self._vector(acc, *span), self._at(place, span[1]))
+        for tile in self._each_tile(whole, None):
+            self._finish_tile(tile, self._sums_of(tile, sums))
+
+    def _each_tile(self, first: _ProductTile, lines: Callable[[Expr], LinesAhead] | None) -> Iterator[_ProductTile]:
+        """Yield the tiles of all rows of a panel, inside of their loop: once for whole tiles, once for rows left."""
+        count, odd = divmod(first.block.rows, first.height)
+        with self.emit.loop(count, SERIAL, "io") as io, self.body.point():
+            yield replace(first, at=io * first.height, ahead=lines and lines(io))
+        if odd:
+            last, at = literal(count, "i32"), literal(count * first.height, "i32")
+            with self.body.point():
+                yield replace(first, at=at, height=odd, ahead=lines and lines(last))
+
+    def _sums_of(self, tile: _ProductTile, sums: Buffer) -> list[Buffer]:
+        """Return the accumulators of a tile, with sums that were left in memory."""
+        accs = [self.emit.alloc(tile.width, self.dtype, "acc") for _ in range(tile.height)]
+        for r, acc in enumerate(accs):
+            for offset, size in tile.spans:
+                value = self._vector(sums, (tile.at + r) * tile.width + offset, size)
+                self.emit.store(acc, value, self._at(offset, size))
+        return accs
 
     def _narrow(self, block: ProductBlock, j: Expr, columns: int, packed: Buffer, at: Expr | int = 0) -> Narrow:
         return Narrow(self.body, self.p, block.lead, j, columns, self.dtype, self.lanes, self.steps, packed, at)
@@ -293,8 +350,7 @@ class TiledProduct:
         )
 
     def _height(self, block: ProductBlock, columns: int) -> int:
-        """Choose the rows of a tile: more for few columns, so that as many sums are in flight. Packed tiles of A fix
-        them."""
+        """Choose the rows of a tile: more for few columns, for as many sums in flight. Packed tiles of A fix them."""
         vectors = ceil_div(columns, self.lanes)
         if block.packed is not None or vectors >= self.vectors or not self.pack_b:
             return self.rows
@@ -317,21 +373,23 @@ class TiledProduct:
         """Emit the loop along k, with prefetches of the lines of the result."""
         emit, unrolled = self.emit, _UNROLLED
         turns, tail = divmod(tile.block.k_size, unrolled)
-        targets = self._hinted(tile.block)
+        targets = lines_of_result(self.body, self.p, tile.block.first, self.k_size)
         lines = ceil_div(tile.columns, self.line)
         hints = tile.height * lines if targets else 0
-        ahead = self._lines_ahead(tile) if tile.turn is not None else 0
+        corner = (tile.block.lead, tile.row, tile.j)
+        ahead = tile.ahead.count if tile.ahead is not None else 0
         # The number of equal parts of the turns, with some hints before each. All hints at once would fill the buffers
         # that the loop itself loads through.
-        parts = max((d for d in range(1, max(hints, ahead, 1) + 1) if turns % d == 0), default=1)
+        fits = tile.ahead.fits if tile.ahead is not None else bool
+        parts = max((d for d in range(1, max(hints, ahead, 1) + 1) if turns % d == 0 and fits(d)), default=1)
         each = ceil_div(hints, parts) if parts > 1 else 0
         each_ahead = ceil_div(ahead, parts) if parts > 1 else 0
         with emit.loop(parts, SERIAL, "k") as part:
             for h in range(each):
-                self._hint(targets, (tile.block.lead, tile.row, tile.j), tirx.min(part * each + h, hints - 1), lines)
+                ask_for_result(self.body, self.p, targets, corner, tirx.min(part * each + h, hints - 1), lines)
             for h in range(each_ahead):
-                assert tile.turn is not None
-                self._hint_ahead(tile, (tile.turn * parts + part) * each_ahead + h)
+                assert tile.ahead is not None
+                tile.ahead.hint(parts * each_ahead, part * each_ahead + h)
             with emit.loop(turns // parts, SERIAL, "k") as k:
                 turn = part * (turns // parts) + k
                 for u in range(unrolled):
@@ -400,61 +458,6 @@ class TiledProduct:
             self.body.finish({p.out: (tirx.BufferLoad(copy, [row * width + c]), place)})
 
         self._over_tile(tile, len(direct) * self.lanes, finish)
-
-    def _hinted(self, block: ProductBlock) -> list[Buffer]:
-        """Return the buffers that a tile is stored to, where their lines need a prefetch. That is so if the inner loop
-        is too short to have them in cache in time."""
-        p, body = self.p, self.body
-        near = p.out.type.size * ITEM_BYTES[p.out.type.dtype] <= _NEAR_BYTES
-        slots = [slot_of(op) for op in body.group.ops if op.kind == "accum" and op.ins[0] == p.out]
-        short = self.k_size <= (_SHORT_K_ADDED if slots else _SHORT_K)
-        if near or not short or block.first is not None or any(op.kind in BIJECTIONS for op in body.group.ops):
-            return []
-        return [
-            *(body.slot(slot, p.out) for slot in slots if slot is not None),
-            *(body.result(v) for v in body.group.outs if v.type == p.out.type),
-        ]
-
-    def _hint(self, targets: list[Buffer], corner: tuple[Index, Expr, Expr], number: Expr, per_row: int) -> None:
-        """Prefetch one line of a tile, counted along its rows."""
-        lead, i, j = corner
-        place = self.p.place(lead, i + tirx.floordiv(number, per_row), j + tirx.floormod(number, per_row) * self.line)
-        for buffer in targets:
-            self.emit.prefetch(buffer, linear(place, self.p.out.type.dims))
-
-    def _asks_ahead(self, tiles: int) -> bool:
-        """Return whether tiles ask for the next panel of B while they compute: else its first tile waits for memory."""
-        p = self.p
-        fits = self.k_size * self.width * ITEM_BYTES[self.dtype] <= _PANEL_BYTES
-        if not self.pack_b or self.ready is not None or p.b_address is None or tiles < _TILES_AHEAD or not fits:
-            return False
-        zero = literal(0, "i32")
-        address = p.b_address((zero,) * len(p.batch), zero, zero)
-        return address is not None and p.k * p.n * ITEM_BYTES[address[0].type.dtype] > _NEAR_BYTES
-
-    def _lines_ahead(self, tile: _ProductTile) -> int:
-        """Return the lines of the next panel that each tile of a panel asks for."""
-        tiles = max(tile.block.rows // tile.height - 1, 1)
-        return ceil_div(self._panel_lines(tile.block), tiles)
-
-    def _panel_lines(self, block: ProductBlock) -> int:
-        """Return the lines of a panel of B."""
-        along, across = (block.k_size, self.width) if self.p.b_along_k else (self.width, block.k_size)
-        return ceil_div(along, self.line) * across
-
-    def _hint_ahead(self, tile: _ProductTile, number: Expr) -> None:
-        """Ask for one line of the next panel of B; numbers past its last line mean that one."""
-        p, block = self.p, tile.block
-        j, number = tile.j + self.width, tirx.min(number, self._panel_lines(block) - 1)
-        per_row = ceil_div(block.k_size if p.b_along_k else self.width, self.line)
-        if p.b_along_k:
-            k, j = tirx.floormod(number, per_row) * self.line, j + tirx.floordiv(number, per_row)
-        else:
-            k, j = tirx.floordiv(number, per_row), j + tirx.floormod(number, per_row) * self.line
-        assert p.b_address is not None
-        address = p.b_address(block.lead, block.k_from + k, j)
-        if address is not None:
-            self.emit.prefetch(self.body.operand(address[0]), address[1], written=False, near=False)
 
     def _at(self, offset: Expr, size: int) -> Expr:
         """Return the index of `size` neighbouring elements."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.backends.numpy_backend import NumpyProgram
+from penstock.backends.tvm.kernels.product.panels_ahead import pieces_of
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
@@ -90,6 +91,19 @@ def test_long_sums_and_many_rows(stored: str, target: str, tmp_path: Path) -> No
     """Sums in blocks; up to 16 rows and more; a last panel of few columns."""
     assert not rows_differ([product(m, 5000, 67, True, stored) for m in (1, 3, 16, 17, 50)], tmp_path / "long", target)
     assert not rows_differ([product(m, 130, 259, False, stored) for m in (1, 12, 33)], tmp_path / "ragged", target)
+
+
+@pytest.mark.parametrize(("length", "pieces"), [(2304, 3), (2311, 1)])
+def test_sums_go_on_from_piece_to_piece(length: int, pieces: int, tmp_path: Path) -> None:
+    """A long panel is cut along the sum, where that comes out even, and its tiles leave their sums in memory. One row,
+    which is one tile, is added up in one go: it has the same bits."""
+    assert pieces_of(2, length, length * 256) == pieces
+    assert pieces_of(1, length, length * 256) == 1
+    graphs = [product(m, length, 150, False) for m in (1, 8, 13)]
+    assert not rows_differ(graphs, tmp_path)
+    args = [to_torch(a) for a in make_args(graphs[-1], np.random.default_rng(8))]
+    (ours,) = build(graphs[-1:], tmp_path / "last").call(graphs[-1].name, args)
+    assert not difference(ours, NumpyProgram(graphs[-1:]).call(graphs[-1].name, args)[0])
 
 
 def test_kernels_that_pack_for_themselves_differ(tmp_path: Path) -> None:
