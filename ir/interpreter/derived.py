@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,8 @@ Array = np.ndarray[Any, Any]
 _FORM = re.compile(r"(codes|scales)([48])\.(\d+)(\.turned)?")
 # Scales of 4 bits that are tried, as parts of that by which the largest element is -8.
 _TRIED = (1.0, 0.95, 0.9, 0.85)
-_TINY = np.finfo(np.float32).tiny
+# Elements that are rounded at once.
+_CHUNK = 1 << 20
 
 
 def is_form(form: str) -> bool:
@@ -37,15 +40,29 @@ def is_form(form: str) -> bool:
     return form == "bf16" or _FORM.fullmatch(form) is not None
 
 
-def derive(var: Var, source: Array) -> Array:
-    """Return the elements of a variable, computed from those of the model's variable."""
-    if var.form == "bf16":
-        return source.astype(np.float32).astype(numpy_dtype("bf16"))
+def derive(var: Var, source: Any) -> Array:
+    """Return the elements of a variable, computed from those of the model's variable, some rows after the other."""
     match = _FORM.fullmatch(var.form)
-    if match is None:
+    if match is None and var.form != "bf16":
         raise VerifyError(f"is of an unknown form {var.form!r}", where=f"@{var.name}")
-    what, bits, group, turned = match.groups()
-    rows = np.ascontiguousarray((source.T if turned else source).astype(np.float32))
+    array = np.asarray(source)
+    if array.ndim < 2:
+        array = array.reshape(1, -1)
+    if match is not None and match[4]:
+        array = array.T
+    step = max(1, _CHUNK * len(array) // max(array.size, 1))
+    result = np.empty(var.type.dims, numpy_dtype(var.type.dtype))
+    rows = result.reshape(len(array), -1)
+    for start in range(0, len(array), step):
+        chunk = np.ascontiguousarray(array[start : start + step], np.float32)
+        elements = chunk.astype(result.dtype) if match is None else _of_group(var, match, chunk)
+        rows[start : start + step] = elements.reshape(len(chunk), -1)
+    return result
+
+
+def _of_group(var: Var, match: re.Match[str], rows: Array) -> Array:
+    """Return the whole numbers or the scales of rows."""
+    what, bits, group, _ = match.groups()
     if not np.isfinite(rows).all():
         raise VerifyError("has elements that are not finite, and cannot be rounded to few bits", where=f"@{var.source}")
     codes, scales = (_of_8_bits if bits == "8" else _of_4_bits)(rows.reshape(len(rows), -1, int(group)))
@@ -54,7 +71,7 @@ def derive(var: Var, source: Array) -> Array:
     if what == "scales":
         return scales
     flat = codes.reshape(rows.shape)
-    return flat.astype(np.int8) if bits == "8" else (flat[:, ::2] | flat[:, 1::2] << 4).astype(np.uint8)
+    return flat if bits == "8" else flat[:, ::2] | flat[:, 1::2] << 4
 
 
 def _over(groups: Array, scales: Array) -> Array:
@@ -89,20 +106,44 @@ def _of_4_bits(groups: Array) -> tuple[Array, Array]:
     return best
 
 
-class DerivedWeights(Mapping[str, Array]):
-    """The weights of a model, and those that variables of a module are computed from them, when they are asked for."""
+@dataclass(frozen=True)
+class DerivedTensor:
+    """A variable that is computed from the model's, for which it stands until its elements are needed."""
 
-    def __init__(self, weights: Mapping[str, Array], variables: Mapping[str, Var]) -> None:
+    var: Var
+    source: Any
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return numpy_dtype(self.var.type.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.var.type.dims
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Compute the elements; they are in memory as long as the result is."""
+        return derive(self.var, self.source).astype(self.dtype if dtype is None else dtype, copy=False)
+
+
+class DerivedWeights(Mapping[str, Any]):
+    """The weights of a model, and what stands for those that variables of a module are computed from them."""
+
+    def __init__(self, weights: Mapping[str, Any], variables: Mapping[str, Var]) -> None:
         self._weights = weights
         self._derived = {name: var for name, var in variables.items() if var.source and name not in weights}
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> Any:
         var = self._derived.get(name)
         if var is None:
             return self._weights[name]
         if var.source not in self._weights:
             raise VerifyError(f"is computed from @{var.source}, which has no elements", where=f"@{name}")
-        return derive(var, np.asarray(self._weights[var.source]))
+        return DerivedTensor(var, self._weights[var.source])
 
     def __iter__(self) -> Iterator[str]:
         yield from self._weights

@@ -9,6 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.ir.graph import Module
+from penstock.ir.interpreter import derived
 from penstock.ir.interpreter.derived import DerivedWeights
 from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.store import DictStore, initial_arrays
@@ -104,14 +105,29 @@ def test_elements_are_within_a_step_of_their_group(bits: int) -> None:
     weights = weights_of(module)
     weights["b"][0, :32], weights["b"][1, 5] = 0.0, 40.0
     made = DerivedWeights(weights, quantise(module, QuantiseOptions(bits)).vars)
-    scales = made[f"b.s{bits}"]
-    again = dequantised(made[f"b.q{bits}"], scales, bits)
+    scales, codes = (np.asarray(made[f"b.{part}{bits}"]) for part in "sq")
+    again = dequantised(codes, scales, bits)
     steps = np.abs(scales.astype(np.float32)).repeat(32, 1)
     # In 4 bits the far end of a group may be cut off.
     assert (np.abs(again - weights["b"]) <= steps * (0.51 if bits == 8 else 2.3)).all()
     assert np.array_equal(again[0, :32], np.zeros(32))
-    neighbours = dequantised(made[f"b.q{bits}"], np.roll(scales, 1, 1), bits)
+    neighbours = dequantised(codes, np.roll(scales, 1, 1), bits)
     assert not (np.abs(neighbours - weights["b"]) <= steps * 2.3).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_that_are_rounded_one_after_the_other_are_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are rounded in pieces that fit the memory. The control: the piece is one row."""
+    module = parse_module(TEXT)
+    made = DerivedWeights(weights_of(module), quantise(module, QuantiseOptions(bits)).vars)
+    names = [name for name in made if name.endswith((f".q{bits}", f".s{bits}"))]
+    whole = {name: np.asarray(made[name]) for name in names}
+    asked = []
+    rounded = derived._of_group
+    monkeypatch.setattr(derived, "_of_group", lambda *how: asked.append(how[2].shape[0]) or rounded(*how))
+    monkeypatch.setattr(derived, "_CHUNK", 1)
+    assert all(np.array_equal(np.asarray(made[name]), whole[name]) for name in names)
+    assert set(asked) == {1}
 
 
 def test_weights_that_cannot_be_rounded_are_named() -> None:
@@ -121,7 +137,7 @@ def test_weights_that_cannot_be_rounded_are_named() -> None:
         weights = weights_of(module)
         weights["b"][3, 7] = wrong
         with pytest.raises(VerifyError, match=message):
-            DerivedWeights(weights, rounded.vars)["b.q8"]
+            np.asarray(DerivedWeights(weights, rounded.vars)["b.q8"])
 
 
 @pytest.mark.parametrize(("name", "share", "most"), [("bf16", 0.51, 0.02), ("int8", 0.275, 0.05), ("int4", 0.18, 0.5)])
