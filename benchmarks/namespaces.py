@@ -13,7 +13,9 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -184,6 +186,34 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     # Once: the clean-up afterwards is not interrupted.
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt(f"ended by {signal.Signals(number).name}")
+
+
+def torchrun(hosts: Hosts, command: Sequence[str], log: Path, seconds: float) -> None:
+    """Run a command of penstock under torchrun on all hosts, one rank on each. Raise RuntimeError, with what all said, where
+    one fails or does not end in time."""
+    meeting = [f"--nnodes={len(hosts.names)}", "--nproc-per-node=1", f"--master-addr={hosts.address(0)}"]
+    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+    running: list[subprocess.Popen[str]] = []
+    with log.open("w+") as out:
+        try:
+            for i in range(len(hosts.names)):
+                identity = [
+                    "--master-port=29400",
+                    f"--node-rank={i}",
+                    f"--local-addr={hosts.address(i)}",
+                    "--no-python",
+                ]
+                rank = [*meeting, *identity, sys.executable, "-m", "penstock", *command]
+                words = [sys.executable, "-m", "torch.distributed.run", *rank]
+                running.append(hosts.start(i, words, environment, out))
+            deadline = time.monotonic() + seconds
+            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+                time.sleep(0.2)
+        finally:
+            hosts.end(running)
+        out.seek(0)
+        if any(process.returncode for process in running):
+            raise RuntimeError(f"the run failed:\n{out.read()}")
 
 
 def _ip(*words: str) -> str:

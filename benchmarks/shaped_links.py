@@ -24,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from machine import write_json
-from namespaces import JUMBO, Hosts, available
+from namespaces import JUMBO, Hosts, available, torchrun
 
 import penstock as ps
 from penstock.models import write_mlp
@@ -83,42 +82,8 @@ def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path) -> lis
     """Return seconds of steps under torchrun, one rank per host."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    meeting = [f"--nnodes={STAGES}", "--nproc-per-node=1", f"--master-addr={hosts.address(0)}", "--master-port=29400"]
-    training = [
-        sys.executable,
-        "-m",
-        "penstock",
-        "run",
-        str(bundle),
-        "--data",
-        str(data),
-        "--steps",
-        str(steps),
-        "--metrics",
-        str(metrics),
-    ]
-    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
-    running: list[subprocess.Popen[str]] = []
-    with (folder / "log").open("w+") as log:
-        try:
-            for i in range(STAGES):
-                identity = [f"--node-rank={i}", f"--local-addr={hosts.address(i)}", "--no-python"]
-                running.append(
-                    hosts.start(
-                        i,
-                        [sys.executable, "-m", "torch.distributed.run", *meeting, *identity, *training],
-                        environment,
-                        log,
-                    )
-                )
-            deadline = time.monotonic() + SECONDS
-            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-                time.sleep(0.2)
-        finally:
-            hosts.end(running)
-        log.seek(0)
-        if any(process.returncode for process in running):
-            raise RuntimeError(f"the run failed:\n{log.read()}")
+    training = ["run", str(bundle), "--data", str(data), "--steps", str(steps), "--metrics", str(metrics)]
+    torchrun(hosts, training, folder / "log", SECONDS)
     return [json.loads(line)["step_s"] for line in metrics.read_text(encoding="utf-8").splitlines()][SKIPPED:]
 
 

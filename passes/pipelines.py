@@ -300,7 +300,7 @@ def _localize(options: PipelineOptions) -> PipelineEntry:
 
 def _overlap(options: PipelineOptions) -> PipelineEntry:
     why = "when graphs have all their operations; before kernels are chosen, which run in the order of operations"
-    return PipelineEntry("overlap", {}, why, bool(options.mesh), "--mesh")
+    return PipelineEntry("overlap", {}, why, bool(options.mesh) or options.zero > 1, "--mesh or --zero 2")
 
 
 def _precision(precision: str, why: str) -> PipelineEntry:

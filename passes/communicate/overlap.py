@@ -9,31 +9,46 @@ first reader of the collective before, products that it does not need are comput
 them. Where that is not enough to hide it, its first reader moves down behind products that do not need its result.
 Other operations stay where they are: they become parts of the kernels before them, which would be held up.
 
-A collective that needs variables alone, as those that gather weights, begins ahead, with the reads that it needs:
-before as many products as would hide it, behind the collective before.
-
 Links of a chain, collectives whose operand another one makes, as those of a ring, stand where they are: what is to hide
 them was written between them.
 
-Kept are the order of collectives, of what reads and what changes one variable, and of definition and use. So results
-are the same to the last bit. Where a move would let the largest sum of temporaries alive at once grow by more than
-`growth`, fewer products are put off, or none.
+Variables whose parts replicas hold (`--zero 2` and 3) wait for nothing. A weight is gathered before earlier products,
+and the sum of a gradient is added to its variable behind later ones. They are so many that ranks wait less for
+collectives, which move one after the other, and no more, because both take memory.
 
-Limits: work and bytes are compared by fixed rates (_FLOP, _TOUCHED, _MEETING), those of a core and of memory that two
-processes share. A graph without products beside its collectives stays as it is.
+Kept are the order of what reads and what changes one variable, and of definition and use. So results are the same to
+the last bit. Where a move would let the largest sum of temporaries alive at once grow by more than `growth`, fewer
+products are put off, or none. Beside that, there may be one more gathered weight, and one more gradient.
+
+Limits: inside of a team work and bytes are compared by fixed rates (_RATES), those of a core and of memory that two
+processes share; over replicas by those of the cluster. A graph without products beside its collectives stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, islice
+from typing import NamedTuple
 
-from penstock.ir.graph import Graph, Module, Op, Value, graph_stage
-from penstock.ir.ops import EXCHANGES, OPS, cost_of
+from penstock.ir.collective_calls import sent_bytes
+from penstock.ir.graph import REPLICAS, Graph, Module, Op, Value, graph_stage
+from penstock.ir.ops import EXCHANGES, OPS, axes_over, cost_of
 
-# What a floating-point operation and a touched byte count beside a byte that is moved, and a meeting of ranks in bytes.
-_FLOP, _TOUCHED, _MEETING = 1 / 50, 1 / 8, float(1 << 18)
 _READS = "read"
+# The most products that a gathered weight comes before its time, or a gradient behind it.
+_FURTHEST = 6
+
+
+class _InBytes(NamedTuple):
+    """Bytes that move between two ranks while one does a floating-point operation, touches a byte, or meets others."""
+
+    flop: float
+    touched: float
+    meeting: float
+
+
+_RATES = _InBytes(1 / 50, 1 / 8, float(1 << 18))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,7 @@ def overlap(module: Module, options: OverlapOptions = OverlapOptions()) -> Modul
     for name, graph in module.graphs.items():
         if graph_stage(name) is None or not any(op.kind in EXCHANGES for op in graph.ops):
             continue
-        ordered = _Order(graph, options.growth).run()
+        ordered = _Order(graph, options.growth, *_replicas_of(module, graph)).run()
         if ordered != graph.ops:
             graphs[name] = replace(graph, ops=ordered)
             moved = sum(a is not b for a, b in zip(graph.ops, ordered, strict=True))
@@ -57,6 +72,19 @@ def overlap(module: Module, options: OverlapOptions = OverlapOptions()) -> Modul
     if all(graphs[name] is module.graphs[name] for name in graphs):
         return module
     return module.but(graphs=graphs).noted("overlap", *notes)
+
+
+def _replicas_of(module: Module, graph: Graph) -> tuple[int, _InBytes]:
+    """Return the replicas of a graph's stage, and what counts beside the bytes that move between two of them."""
+    stage = graph_stage(graph.name)
+    mesh = module.mesh_of(stage) if stage is not None and module.cluster is not None else None
+    if mesh is None or module.cluster is None or mesh.sizes.get(REPLICAS, 1) == 1:
+        return 1, _RATES
+    names = [mesh.devices[place] for place in mesh.group(0, (REPLICAS,))]
+    links = [module.cluster.message_link(a, b) for a, b in combinations(names, 2)]
+    device, slowest = module.cluster.device(names[0]), min(link.bandwidth for link in links)
+    meeting = slowest * max(link.latency for link in links)
+    return len(names), _InBytes(slowest / device.flops, slowest / device.bandwidth, meeting)
 
 
 def must_follow(ops: Sequence[Op]) -> list[set[int]]:
@@ -110,8 +138,8 @@ def live_peak(ops: Sequence[Op], outside: Iterable[Value]) -> int:
 class _Order:
     """The order of one graph's operations, by their numbers in it. Moves are tried one collective after the other."""
 
-    def __init__(self, graph: Graph, growth: float) -> None:
-        self.graph, self.ops = graph, graph.ops
+    def __init__(self, graph: Graph, growth: float, replicas: int, rates: _InBytes) -> None:
+        self.graph, self.ops, self.replicas, self.rates = graph, graph.ops, replicas, rates
         self.needs = must_follow(graph.ops)
         self.order = list(range(len(graph.ops)))
         self.collectives = [i for i, op in enumerate(graph.ops) if op.kind in EXCHANGES]
@@ -122,19 +150,18 @@ class _Order:
         self.limit = live_peak(graph.ops, self.outside) * (1 + growth)
 
     def run(self) -> tuple[Op, ...]:
-        for number, collective in enumerate(self.collectives):
+        inside = [i for i in self.collectives if not self._of_replicas(i)]
+        for number, collective in enumerate(inside):
             if self._is_link(collective):
                 continue
-            before = self.collectives[:number]
+            before = inside[:number]
             most = len(self.order)
             # Half as many products put off, where memory does not hold the operands of all.
             while not self._try(self._begun_early(collective, before, most)) and most:
                 most = min(most, self._products_put_off) // 2
             if not any(self._is_link(k) for k in self.readers[collective]):
                 self._try(self._read_late(collective))
-            ahead = self._places_ahead(collective, before)
-            while ahead and not self._try(self._begun_at(collective, ahead[-1])):
-                ahead = ahead[: len(ahead) // 2]
+        self._move_variables()
         return tuple(self.ops[i] for i in self.order)
 
     def _is_link(self, i: int) -> bool:
@@ -145,10 +172,13 @@ class _Order:
         """Take an order if memory allows; return whether it is taken."""
         if order is None or order == self.order:
             return True
-        fits = live_peak([self.ops[i] for i in order], self.outside) <= self.limit
+        fits = self._fits(order)
         if fits:
             self.order = order
         return fits
+
+    def _fits(self, order: Sequence[int]) -> bool:
+        return live_peak([self.ops[i] for i in order], self.outside) <= self.limit
 
     def _begun_early(self, collective: int, before: Sequence[int], most: int) -> list[int]:
         """Return the order in which the collective stands behind the maker of its operand, and the last products that
@@ -176,32 +206,6 @@ class _Order:
         if behind == len(early) and not late:
             return order
         return [*order[:start], *early[:behind], collective, *early[behind:], *late, *order[end + 1 :]]
-
-    def _places_ahead(self, collective: int, before: Sequence[int]) -> list[int]:
-        """Return the places in front of products that would hide what is not hidden of a collective, the nearest first.
-        They go back to the collective before, or to what it needs other than reads, as far as work is missing."""
-        place = {i: at for at, i in enumerate(self.order)}
-        begun = place[collective]
-        read = min((place[k] for k in self.readers[collective]), default=len(self.order))
-        missing = _moved(self.ops[collective]) - sum(self.work[i] for i in self.order[begun:read])
-        first = max((place[i] + 1 for i in before[-1:]), default=0)
-        needed = self._needed(collective, self.order[first:begun])
-        places = []
-        for at in range(begun - 1, first - 1, -1):
-            i = self.order[at]
-            if missing <= 0 or (i in needed and self.ops[i].kind != _READS):
-                break
-            if self.work[i]:
-                places.append(at)
-                missing -= self.work[i]
-        return places
-
-    def _begun_at(self, collective: int, at: int) -> list[int]:
-        """Return the order in which a collective begins at an earlier place, behind the reads that it needs."""
-        end = self.order.index(collective)
-        needed = self._needed(collective, self.order[at:end])
-        early, late = ([i for i in self.order[at:end] if (i in needed) is first] for first in (True, False))
-        return [*self.order[:at], *early, collective, *late, *self.order[end + 1 :]]
 
     def _needed(self, collective: int, window: Sequence[int]) -> set[int]:
         """Return what the collective needs, be it through others, of some operations in front of it."""
@@ -246,21 +250,114 @@ class _Order:
             missing -= self.work[i]
             yield i
 
+    # ------------------------------------------------------------------------------- variables over replicas
+
+    def _of_replicas(self, collective: int) -> bool:
+        return REPLICAS in axes_over(self.ops[collective].attrs["over"])
+
+    def _move_variables(self) -> None:
+        """Gather weights earlier, and add gradients up later, one collective after the other, as far as ranks wait less
+        for it and memory allows."""
+        over = [i for i in self.collectives if self._of_replicas(i)]
+        gathers = {i: needed for i in over if (needed := self._of_variable(i)) is not None}
+        sums = {i: sinks for i in over if (sinks := self._into_variable(i)) is not None}
+        self.limit += max((self.ops[i].outs[0].type.nbytes for i in gathers), default=0)
+        self.limit += max((self.ops[i].ins[0].type.nbytes for i in sums), default=0)
+        for collective in sorted({*gathers, *sums}, key=self._read_at):
+            # Where all together wait as long, those that come later may still be moved.
+            least = _waited(self._waits(self.order), collective)
+            tried = (
+                self._earlier(collective, gathers[collective])
+                if collective in gathers
+                else self._later(collective, sums[collective])
+            )
+            for order in islice(tried, _FURTHEST):
+                if not least[1]:
+                    break
+                waited = _waited(self._waits(order), collective)
+                if waited < least and self._fits(order):
+                    least, self.order = waited, order
+
+    def _of_variable(self, collective: int) -> set[int] | None:
+        """Return the reads, and views of them, that a gather needs; None where it needs more."""
+        needed = self._needed(collective, range(collective))
+        kinds = {self.ops[i].kind for i in needed}
+        gathers = self.ops[collective].kind == "all_gather" and _READS in kinds
+        return needed if gathers and all(kind == _READS or _is_view(kind) for kind in kinds) else None
+
+    def _into_variable(self, collective: int) -> set[int] | None:
+        """Return what adds a sum to a variable, with views of the sum; None where something else reads it."""
+        sinks: set[int] = set()
+        for i in range(collective + 1, len(self.ops)):
+            if self.needs[i] & {*sinks, collective}:
+                sinks.add(i)
+        ends = all(self.ops[i].kind == "accum" or _is_view(self.ops[i].kind) for i in sinks)
+        return sinks if ends and self.ops[collective].kind in ("reduce_scatter", "all_reduce") else None
+
+    def _read_at(self, collective: int) -> int:
+        return min((self.order.index(k) for k in self.readers[collective]), default=len(self.order))
+
+    def _earlier(self, collective: int, needed: set[int]) -> Iterator[list[int]]:
+        """Yield orders in which a gather, with what it needs, stands in front of earlier and earlier products."""
+        order = list(self.order)
+        block = [*(i for i in order if i in needed), collective]
+        moved = set(block)
+        for at in range(order.index(collective) - 1, -1, -1):
+            if _is_product(self.ops[order[at]]):
+                yield [*(i for i in order[:at] if i not in moved), *block, *(i for i in order[at:] if i not in moved)]
+
+    def _later(self, collective: int, sinks: set[int]) -> Iterator[list[int]]:
+        """Yield orders in which what takes a sum stands behind later and later products: each time in front of the next
+        one, so that no kernel of a product is held up."""
+        order = list(self.order)
+        block = [i for i in order if i in sinks]
+        products = [at for at in range(self._read_at(collective), len(order)) if _is_product(self.ops[order[at]])]
+        for at in [*products[1:], len(order)] if products else []:
+            yield [*(i for i in order[:at] if i not in sinks), *block, *(i for i in order[at:] if i not in sinks)]
+
+    def _waits(self, order: Sequence[int]) -> dict[int, float]:
+        """Return what of each collective over replicas is waited for, in bytes: they move one after the other, in the
+        order in which they begin."""
+        now = link = 0.0
+        ends: dict[int, float] = {}
+        waits: dict[int, float] = {}
+        for i in order:
+            op = self.ops[i]
+            for before in self.needs[i] & ends.keys():
+                end = ends.pop(before)
+                waits[before] = max(0.0, end - now)
+                now = max(now, end)
+            if op.kind not in EXCHANGES:
+                now += _work(op, self.rates)
+            elif self._of_replicas(i):
+                link = max(link, now) + sent_bytes(op, self.replicas) + self.rates.meeting
+                ends[i] = link
+        return waits
+
+
+def _waited(waits: Mapping[int, float], collective: int) -> tuple[float, float]:
+    """Return what all collectives are waited for, and one of them."""
+    return sum(waits.values()), waits.get(collective, 0.0)
+
+
+def _is_view(kind: str) -> bool:
+    return OPS[kind].family == "layout"
+
 
 def _is_product(op: Op) -> bool:
     return OPS[op.kind].family == "contract" or op.kind in ("attention", "attention_grad")
 
 
-def _work(op: Op) -> float:
+def _work(op: Op, rates: _InBytes = _RATES) -> float:
     """Return the work of an operation beside a byte that is moved. Only products count: others may cost nothing in
     their kernels."""
     if not _is_product(op):
         return 0.0
     cost = cost_of(op)
-    return cost.flops * _FLOP + cost.bytes * _TOUCHED
+    return cost.flops * rates.flop + cost.bytes * rates.touched
 
 
 def _moved(op: Op) -> float:
     """Return the bytes that a rank of a large group moves in a collective, and its meetings as bytes."""
     rounds = 2 if op.kind == "all_reduce" else 1
-    return rounds * (op.ins[0].type.nbytes + _MEETING)
+    return rounds * (op.ins[0].type.nbytes + _RATES.meeting)

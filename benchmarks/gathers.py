@@ -1,0 +1,139 @@
+"""The part of collectives that computations hide where replicas share all variables out (`--zero 3`), over a slow link.
+
+    python benchmarks/gathers.py                               both orders: two minutes
+    python benchmarks/gathers.py --rate 30 --json gathers.json
+
+Two hosts are network namespaces behind a token bucket (namespaces.py; root, iproute2 with tc), each with one rank of one
+thread that torchrun starts as `penstock run --trace`. The model is an MLP whose layers are matrices of one size. Each
+rank gathers the other half of a weight twice per step, forward and backward, and hands on half of its gradient.
+Computations of a layer take longer than its collectives.
+
+One bundle is compiled as usual, the other without the pass `overlap`. A share is the seconds for which ranks waited for
+results of collectives, of those that their bytes take on the link: both of the whole run, its first steps included.
+Losses of both are compared bit by bit. Exit code 1: they differ, or more than a quarter of the time is waited for with
+the pass, or less than three quarters without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from machine import load, processor, system, versions, write_json
+from namespaces import Hosts, available, torchrun
+
+import penstock as ps
+from penstock.models import write_mlp
+from penstock.passes import pipelines
+from penstock.passes.pipelines import PipelineEntry
+
+LAYERS, WIDTH, ROWS = 8, 1024, 2048
+NAMES = ("n1", "n2")
+WITH, WITHOUT = "with overlap", "without"
+MOST, LEAST = 0.25, 0.75
+SECONDS = 300.0
+
+
+def cluster_file(folder: Path, rate: float) -> Path:
+    lines = ["[links]", f'other-host = {{ bandwidth = {rate:.0f}, latency = "100 us" }}']
+    for i, name in enumerate(NAMES):
+        lines += ["[[host]]", f'name = "{name}"', f"nic_bandwidth = {rate:.0f}", 'interface = "eth0"']
+        lines += ["[[device]]", f'name = "cpu:{i}"', f'host = "{name}"', "threads = 1"]
+    path = folder / "cluster.toml"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def make_bundle(folder: Path, name: str, cluster: Path) -> Path:
+    """Compile the model for two replicas that share all variables out, with or without the pass."""
+    model = ps.from_onnx(write_mlp(folder / "mlp.onnx", (WIDTH,) * (LAYERS + 1), batch=ROWS, seed=1))
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=1e-3), microbatches=2)
+    usual = pipelines._overlap
+    if name == WITHOUT:
+        pipelines._overlap = lambda options: PipelineEntry("overlap", {}, "", wanted=False)
+    try:
+        plan = ps.plan(model, ps.Cluster.load(cluster), training, replicas=2, zero=3)
+        return ps.compile(plan, folder / f"bundle-{name.split()[0]}")
+    finally:
+        pipelines._overlap = usual
+
+
+def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path, rate: float) -> dict[str, Any]:
+    """Return losses, the median step, and for all ranks the seconds of collectives on the link, and those waited for."""
+    metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
+    metrics.unlink(missing_ok=True)
+    options = ["--data", str(data), "--steps", str(steps), "--metrics", str(metrics), "--trace", str(trace)]
+    torchrun(hosts, ["run", str(bundle), *options], folder / "log", SECONDS)
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    (totals,) = [row for row in rows if any(key.endswith("_exposed_s") for key in row)]
+    exposed = sum(value for key, value in totals.items() if key.endswith("_exposed_s"))
+    names = [key.removesuffix("_exposed_s") for key in totals if key.endswith("_exposed_s")]
+    return {
+        "losses": [row["loss"] for row in rows if "loss" in row],
+        "step_s": statistics.median(row["step_s"] for row in rows if "step_s" in row),
+        "link_s": sum(totals[f"{name}_bytes"] for name in names) / rate,
+        "exposed_s": exposed,
+    }
+
+
+def measure(rate: float, steps: int) -> dict[str, dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="penstock-") as place, Hosts(NAMES) as hosts:
+        folder, random = Path(place), np.random.default_rng(0)
+        data, samples = folder / "data.npz", ROWS * 2
+        x = random.standard_normal((samples, WIDTH)).astype(np.float32)
+        np.savez(data, x=x, labels=random.integers(0, WIDTH, samples))
+        cluster = cluster_file(folder, rate)
+        bundles = {name: make_bundle(folder, name, cluster) for name in (WITH, WITHOUT)}
+        hosts.shape(rate)
+        rows = {}
+        for name, bundle in bundles.items():
+            rows[name] = run(hosts, bundle, data, steps, folder, rate)
+            share = rows[name]["exposed_s"] / rows[name]["link_s"]
+            rows[name]["share"] = share
+            print(f"{name}: {share:.0%} of the collectives' time is waited for", file=sys.stderr, flush=True)
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    lines = ["| order | step ms | on the link s | waited for s | share |", "| --- " * 5 + "|"]
+    for name, row in rows.items():
+        times = f"{row['step_s'] * 1e3:.0f} | {row['link_s']:.1f} | {row['exposed_s']:.2f}"
+        lines.append(f"| {name} | {times} | {row['share']:.0%} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rate", type=float, default=40.0, metavar="MB/s", help="of the network cards (default: 40)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="(default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    if reason := available():
+        print(f"no network namespaces: {reason}", file=sys.stderr)
+        return 1
+    before = load()
+    rows = measure(arguments.rate * 1e6, arguments.steps)
+    print(table(rows))
+    facts = {
+        "system": system(),
+        "processor": processor([*os.sched_getaffinity(0)]),
+        "versions": versions("torch", "numpy", "apache-tvm"),
+    }
+    loads = {"load": [before, load()]}
+    write_json(arguments.json, {"facts": facts, "rate": arguments.rate, **loads, "rows": rows})
+    same = rows[WITH]["losses"] == rows[WITHOUT]["losses"]
+    print(f"losses are {'the same bit for bit' if same else 'NOT the same'}", file=sys.stderr)
+    return int(not same or rows[WITH]["share"] > MOST or rows[WITHOUT]["share"] < LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
