@@ -14,6 +14,7 @@ Integers that the module indexes a table with, or takes for classes, must lie in
 checked microbatch by microbatch as it is read, so that no update sees a value out of range.
 
 Synthetic data: numbers that fit what the module does with them (domains.py), seeded with (seed, input, microbatch).
+Those of a decoder with caches are turns (turns.py), seeded with (seed, microbatch).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .batches import NONE, counts_differ, name_problems, type_problems
 from .domains import domains_of
 from .files import absolute_source, open_columns
 from .ranges import first_outside, integer_range
+from .turns import SyntheticTurns
 
 
 def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = WRAP) -> DataSpec:
@@ -179,9 +181,14 @@ class SyntheticSamples:
         self._ahead = offset // microbatch_size(module)
         self._types = {value.name: value.type for value in module.data_inputs}
         self._domains = domains_of(module, self._types)
+        self._turns = SyntheticTurns(module)
         self._seed = seed
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         type = self._types[name]
+        if self._turns.exist:
+            turn = self._turns.turn(np.random.default_rng([self._seed, mb + self._ahead]))
+            if name in turn and turn[name].shape == type.dims:
+                return turn[name]
         generator = np.random.default_rng([self._seed, zlib.crc32(name.encode()), mb + self._ahead])
         return self._domains[name].draw(generator, type)

@@ -22,6 +22,7 @@ from penstock.support.words import visible
 if TYPE_CHECKING:
     from penstock.backends.bundle.format import Bundle
     from penstock.inspection.dump_reading import Dumped
+    from penstock.ir.ladder.ladder import Ladder
 
 _EXPECTED = "expected a bundle directory, a dump folder or an IR file"
 
@@ -42,6 +43,11 @@ class Subject:
         from .plan_reading import checked_plan, plan_of_folder  # lazy: heavy
 
         return plan_of_folder(self.path) if self.bundle is None else checked_plan(self.bundle.plan, self.path)
+
+    @property
+    def ladder(self) -> Ladder[Module] | None:
+        """The modules of all sizes of a bundle."""
+        return None if self.bundle is None else self.bundle.ladder
 
     @property
     def source_names(self) -> dict[str, list[str]]:

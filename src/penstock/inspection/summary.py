@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.ir.graph import GRAD, PARAM, Graph, Module, stage_vars
+from penstock.ir.ladder.bounds import print_sizes
+from penstock.ir.ladder.ladder import Ladder
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.memory.workspace import INLINE
 from penstock.ir.names import in_words_of_source
@@ -66,8 +68,16 @@ class MessageFacts:
 
 
 @dataclass(frozen=True)
+class RungFacts:
+    """A size that a model with bounded dimensions has code for, and the predicted seconds of the busiest rank."""
+
+    sizes: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class Summary:
-    """The facts of a module."""
+    """The facts of a module; `rungs` are the sizes of its bounded dimensions, the smallest first."""
 
     name: str
     parameters: int
@@ -82,10 +92,14 @@ class Summary:
     graphs: tuple[GraphFacts, ...]
     messages: tuple[MessageFacts, ...]
     notes: tuple[tuple[str, str], ...]
+    rungs: tuple[RungFacts, ...] = ()
 
 
-def summarize(module: Module, renamed: Mapping[str, str] | None = None) -> Summary:
-    """Collect the facts of a module. `renamed` are the source's names of what the module spells otherwise."""
+def summarize(
+    module: Module, renamed: Mapping[str, str] | None = None, ladder: Ladder[Module] | None = None
+) -> Summary:
+    """Collect the facts of a module. `renamed` are the source's names of what the module spells otherwise, `ladder` has
+    the modules of all sizes."""
     renamed = renamed or {}
     params = [v for v in module.vars.values() if v.role == PARAM]
     schedule = module.schedule
@@ -106,7 +120,16 @@ def summarize(module: Module, renamed: Mapping[str, str] | None = None) -> Summa
         ),
         tuple(_messages(module, renamed)),
         tuple((note.origin, in_words_of_source(note.text, renamed)) for note in module.notes),
+        () if ladder is None else tuple(rungs_of(ladder)),
     )
+
+
+def rungs_of(ladder: Ladder[Module]) -> Iterator[RungFacts]:
+    """Yield the facts of each size; nothing where no dimension is bounded."""
+    for rung in ladder:
+        if rung.sizes:
+            timed = rung.held.schedule is not None and rung.held.cluster is not None
+            yield RungFacts(print_sizes(rung.sizes), max(busy_seconds(rung.held).values()) if timed else None)
 
 
 def busy_seconds(module: Module) -> dict[int, float]:

@@ -275,7 +275,7 @@ def _show_summary(subject: Subject, as_data: bool) -> None:
     from penstock.inspection.summary import summarize  # lazy: heavy
     from penstock.inspection.views.text import show_summary  # lazy: heavy
 
-    facts = summarize(subject.module, subject.renamed)
+    facts = summarize(subject.module, subject.renamed, subject.ladder)
     print(as_json(facts) if as_data else show_summary(facts, terminal_width()))
 
 

@@ -182,6 +182,7 @@ def _verify_folder(arguments: Namespace, options: VerifyOptions) -> int:
         from penstock.backends.bundle.format import open_bundle  # lazy: heavy
         from penstock.verification.texts import verify_text  # lazy: heavy
 
+        _refuse(arguments, ("dim", "data", "steps"), True, "of a bundle that generates text: turns choose their sizes")
         return verify_text(open_bundle(arguments.model), options.seed or 0, options.tolerance)
     return verify_bundle(
         arguments.model,

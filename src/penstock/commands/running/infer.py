@@ -118,9 +118,12 @@ def infer(options: InferOptions) -> InferReport:
     """Answer all requests, and write their outputs."""
     from penstock.ir.batch_shares import microbatch_size  # lazy: heavy
     from penstock.runtime.data.files import read_npz  # lazy: heavy
+    from penstock.runtime.generation.facts import generates  # lazy: heavy
     from penstock.runtime.job.job import open as open_job  # lazy: heavy
 
     options.check()
+    if generates(Path(options.bundle)):
+        raise UsageError("the bundle generates text", where=options.bundle, hint="use `penstock generate`")
     inputs = None if options.data == "synthetic" else read_npz(Path(options.data))
     with open_job(options.bundle, timeout=options.timeout, mode=options.mode) as job:
         if inputs is None:

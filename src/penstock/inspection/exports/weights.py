@@ -37,6 +37,7 @@ from penstock.runtime.checkpoint.format import INDEX, LATEST, another_model, rea
 from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.paths import is_inside, replacing_problem
+from penstock.support.words import counted
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -208,8 +209,17 @@ def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
     stored = stored_vars(bundle.module)
     names = {name: named for name, named in names.items() if name[0] != "%" and name not in bundle.renamed}
     lost = [name for name, var in stored.items() if var.role == PARAM and name not in names]
-    if lost and alone and bundle.source_structure is not None:
+    # Weights of few bits are computed when a bundle is written, and are no tensors of the model.
+    rounded = [name for name in lost if stored[name].source]
+    if lost and alone and (bundle.source_structure is not None or rounded == lost):
         names = {**names, **{name: [name] for name in lost}}
+    elif rounded:
+        raise UsageError(
+            f"{counted(len(rounded), 'parameter')} such as {rounded[0]} were made of the model's weights, which are not "
+            "in the bundle",
+            where=str(bundle.path),
+            hint="--safetensors writes what the bundle has, by names of ours",
+        )
     elif lost:
         raise UsageError(
             f"these parameters stand in no one place of the model: {', '.join(lost)}",

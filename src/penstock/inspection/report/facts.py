@@ -19,8 +19,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.calibration.measured import Measured
+from penstock.inspection.memory import cache_room
 from penstock.ir.graph import PARAM, Module
 from penstock.ir.memory.predict import Memory, measure_memory
+from penstock.ir.ops.caches import BLOCK
 from penstock.ir.schedule import PER_BATCH
 from penstock.passes.manager import count_ops
 from penstock.passes.simulator.forecast import binding
@@ -88,8 +90,19 @@ def _summary(material: Material, predicted: Predicted | None) -> dict[str, Any]:
         "schedule": module.schedule.name if module.schedule is not None else None,
         "microbatches": module.schedule.microbatches if module.schedule is not None else None,
         "stages": [[s.index, list(module.devices_of(s.index))] for s in module.stages],
+        "rungs": [[rung.sizes, rung.seconds] for rung in material.rungs],
+        "caches": _caches(module),
         **({} if predicted is None else _predictions(predicted)),
     }
+
+
+def _caches(module: Module) -> list[int] | None:
+    """Return what caches hold: blocks, positions of a block, bytes in all and of a position."""
+    rooms = [room for stage in module.stages if (room := cache_room(module, stage.index)) is not None]
+    if not rooms:
+        return None
+    blocks = min(room.blocks for room in rooms)
+    return [blocks, BLOCK, sum(room.bytes for room in rooms), sum(room.bytes_per_position for room in rooms)]
 
 
 def _predictions(predicted: Predicted) -> dict[str, Any]:

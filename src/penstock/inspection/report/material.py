@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.inspection.summary import RungFacts
 from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 from penstock.runtime.telemetry.collective_times import CollectiveTotal
@@ -53,7 +54,7 @@ class Material:
 
     `module` is the newest there is. `sources` are those of kernels by graph and name (`s0.F/k3`), `programs` those of
     whole stages by file. `failure` is the error that ended the pipeline, `predicted` the simulator's prediction from
-    the module alone, if the caller has it.
+    the module alone, if the caller has it. `rungs` are the sizes of a bundle with bounded dimensions.
     """
 
     module: Module
@@ -64,3 +65,4 @@ class Material:
     programs: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
     predicted: Predicted | None = None
+    rungs: Sequence[RungFacts] = ()

@@ -24,6 +24,7 @@ from penstock.inspection.history import record_of
 from penstock.inspection.kernels.kernels import kernel_rows, kernel_source
 from penstock.inspection.plan_reading import plan_of_folder
 from penstock.inspection.subject import Subject
+from penstock.inspection.summary import rungs_of
 from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 from penstock.passes.kernels.divide import Kernel
@@ -52,7 +53,9 @@ def read_material(subject: Subject, trace: str | Path | None = None) -> Material
     if not sources and subject.backend == "tvm":
         sources = _planned_sources(subject.module)
     times = None if trace is None else trace_of(trace, subject.module)
-    return Material(subject.module, tuple(_steps(subject, folder)), plan, times, sources, programs, failure)
+    rungs = () if subject.ladder is None else tuple(rungs_of(subject.ladder))
+    steps = tuple(_steps(subject, folder))
+    return Material(subject.module, steps, plan, times, sources, programs, failure, rungs=rungs)
 
 
 def _steps(subject: Subject, folder: Path | None) -> Iterator[PassStep]:

@@ -66,6 +66,10 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
             f"schedule {facts.schedule}: {counted(facts.microbatches, 'microbatch')} per batch, "
             f"{counted(facts.ranks, 'rank')}"
         )
+    if facts.rungs:
+        yield f"{counted(len(facts.rungs), 'size')} with code, of which the tables show the largest:"
+        times = ["-" if rung.seconds is None else f"{1e3 * rung.seconds:.3f} ms" for rung in facts.rungs]
+        yield from (f"  {rung.sizes}: {time}" for rung, time in zip(facts.rungs, times, strict=True))
     if facts.stages:
         yield from _stages(facts.stages, width)
     yield ""

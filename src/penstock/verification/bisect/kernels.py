@@ -48,11 +48,13 @@ from penstock.verification.roundings import RoundingEffect, distance, relative_e
 from penstock.verification.tolerance import as_typed, asked
 from penstock.verification.verdicts import widened
 
-from .steps import CompiledStages
+from .steps import CompiledGraphs, CompiledStages
 from .values import Errors, Spot
 
 if TYPE_CHECKING:
     import torch
+
+_CHANGING = ("write", "accum", "put")
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def first_kernel(
 def _judge_stage(
     module: Module,
     stage: int,
-    program: StageProgram,
+    program: CompiledGraphs,
     backend: str,
     calls: Mapping[str, Sequence[GraphCall]],
     tolerance: float | None,
@@ -187,7 +189,9 @@ class _Recorder:
     def watch(self, name: str, number: int, op: Op, results: tuple[Array, ...]) -> None:
         """Keep the results of an operation."""
         slot = slot_of(op)
-        if self.numbers.setdefault(name, number) == number and slot is not None and results:
+        # A cache is drawn, so that what `put` leaves as it was shows, and `attend` reads more than zeros.
+        is_read = slot is not None and bool(results) and op.kind != "put"
+        if self.numbers.setdefault(name, number) == number and slot is not None and is_read:
             self.reads.setdefault(name, {}).setdefault(slot, np.array(results[0]))
         for value, array in zip(op.outs, results, strict=True):
             self.values.setdefault((value.name, number), np.array(array))
@@ -249,7 +253,7 @@ def _typed(array: Array, kind: TensorType) -> Array:
 # ------------------------------------------------------------------------------------------------ one call
 
 
-def compare(program: StageProgram, call: GraphCall, tolerance: float | None) -> tuple[Errors, Spot | None]:
+def compare(program: CompiledGraphs, call: GraphCall, tolerance: float | None) -> tuple[Errors, Spot | None]:
     """Call a graph, and return the errors of its results and the first result that is off."""
     graph, sig = call.graph, signature(call.graph)
     exact, rounded = _interpreted(call, F64), _interpreted(call, TYPED)
@@ -275,9 +279,7 @@ def compare(program: StageProgram, call: GraphCall, tolerance: float | None) -> 
 
 
 def _changed(graph: Graph) -> list[Slot]:
-    return list(
-        dict.fromkeys(slot for op in graph.ops if op.kind in ("write", "accum") and (slot := slot_of(op)) is not None)
-    )
+    return list(dict.fromkeys(slot for op in graph.ops if op.kind in _CHANGING and (slot := slot_of(op)) is not None))
 
 
 def _interpreted(call: GraphCall, precision: str, noise: Noise | None = None) -> dict[str | Slot, Array]:
@@ -309,7 +311,7 @@ def _held(array: Array, precision: str) -> Array:
     return np.array(array, dtype=array_dtype("f64", precision) if floating and precision == F64 else array.dtype)
 
 
-def _called(program: StageProgram, call: GraphCall) -> dict[str | Slot, Array]:
+def _called(program: CompiledGraphs, call: GraphCall) -> dict[str | Slot, Array]:
     tensors: dict[int, torch.Tensor] = {}
     sig = signature(call.graph)
     ins = [tensor_of(np.array(call.ins[v.name], order="C")).to(program.device) for v in sig.ins]
@@ -370,6 +372,9 @@ def compiled(module: Module, stage: int, graphs: Sequence[Graph], backend: str) 
     """Compile graphs of a stage for its device, under their own names."""
     apart = module.but(graphs={graph.name: graph for graph in graphs})
     maker = backend_of(backend)
+    # As many as the code of a bundle has, of which a process may have loaded some: they are counted once in it.
+    named = [module.cluster.device(name) for name in module.rank_devices()] if module.cluster else []
+    threads = min((device.threads for device in named), default=1)
     with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
         names = maker.compile_stages(apart, [stage], Path(folder))[stage]
-        yield maker.load_stage(apart, stage, [Path(folder) / name for name in names])
+        yield maker.load_stage(apart, stage, [Path(folder) / name for name in names], threads)

@@ -285,10 +285,33 @@ class _TrailSearch:
             )
         print(table(["stage", "graphs", "largest error", "verdict"], [_row(verdict) for verdict in verdicts]))
         self.looked.append(f"graphs of {counted(len(verdicts), 'stage')} compiled by {program.backend}")
-        last = verdicts[-1]
+        self._judge_kernels(verdicts[-1], "")
+        self._look_at_rungs()
+
+    def _look_at_rungs(self) -> None:
+        """Compare the kernels of smaller sizes, on inputs that are drawn for each."""
+        rows: list[list[object]] = []
+        for rung in self.trail.rungs:
+            say(f"running {rung.sizes}")
+            batches = batches_of(rung.module, 1, self.trial.microbatches, self.options.seed, None)
+            weights = self.model_trial.weights
+            verdicts = first_kernel(rung.module, rung.compiled, weights, batches, self.options.tolerance)
+            rows += [[rung.sizes, *_row(verdict)] for verdict in verdicts]
+            if verdicts[-1].first is not None:
+                break
+        else:
+            verdicts = []
+        if rows:
+            print(table(["sizes", "stage", "graphs", "largest error", "verdict"], rows))
+            self.looked.append(f"of {counted(len(self.trail.rungs), 'smaller size')}")
+        if verdicts:
+            self._judge_kernels(verdicts[-1], f" at {rung.sizes}")
+
+    def _judge_kernels(self, last: KernelVerdict, sizes: str) -> None:
+        """Report the first kernel that is off, of the largest size or of others."""
         if last.first is None:
             return
-        first = f"first wrong: {last.first.kernel or 'the graph @' + last.first.graph}"
+        first = f"first wrong{sizes}: {last.first.kernel or 'the graph @' + last.first.graph}"
         print("\n".join([first, *last.first.lines(self._source_of(last.first))]))
         if last.alone is None:
             print(
@@ -296,8 +319,8 @@ class _TrailSearch:
                 "their order or memory"
             )
         self._fail(
-            f"{last.first.tensor} of stage {last.stage} is not what the interpreter gives",
-            lambda budget: self._of_kernel(last, budget),
+            f"{last.first.tensor} of stage {last.stage}{sizes} is not what the interpreter gives",
+            None if sizes else lambda budget: self._of_kernel(last, budget),
         )
 
     def _of_kernel(self, verdict: KernelVerdict, budget: Budget) -> reproducer.Written | None:

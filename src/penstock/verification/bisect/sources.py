@@ -10,24 +10,29 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backends.interface import all_rungs, graph_on_rung
 from penstock.backends.registry import backend_of
 from penstock.inspection.dump_reading import EXCERPT, PASSES, dumped_passes, made_again, missing_dumps
+from penstock.ir.ladder.bounds import print_sizes
 from penstock.support.errors import PenstockError, UsageError, VerifyError
 from penstock.support.terminal import say
 
 from .original import OnnxOriginal
-from .steps import WRITTEN, CompiledStages, Original, Trail, TrailStep
+from .steps import WRITTEN, CompiledGraphs, CompiledRung, CompiledStages, Original, Trail, TrailStep
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.backends.bundle.format import Bundle
     from penstock.backends.interface import Exchange, StageProgram
     from penstock.ir.graph import Module
+    from penstock.ir.ladder.ladder import Rung
     from penstock.planning.model import Model
     from penstock.planning.plan import Plan
 
@@ -78,7 +83,13 @@ def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         original = _original_of(bundle, Path(scratch))
         yield Trail(
-            str(bundle.path), steps, bundle.weights(), original, compiled=_Bundled(bundle), renamed=bundle.renamed
+            str(bundle.path),
+            steps,
+            bundle.weights(),
+            original,
+            compiled=_Bundled(bundle),
+            renamed=bundle.renamed,
+            rungs=_smaller_rungs(bundle),
         )
 
 
@@ -122,20 +133,49 @@ def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
     return OnnxOriginal(path, names)
 
 
+def _smaller_rungs(bundle: Bundle) -> list[CompiledRung]:
+    """Return the rungs below the largest; none of a program in local form, whose ranks have parts of a request."""
+    if not bundle.module.bounds or bundle.module.is_local:
+        return []
+    rungs = [rung for rung in bundle.ladder if rung is not bundle.ladder.largest]
+    return [CompiledRung(print_sizes(rung.sizes), rung.held, _Bundled(bundle, rung)) for rung in rungs]
+
+
 @dataclass(frozen=True)
 class _Bundled:
-    """The code in a bundle."""
+    """The code in a bundle: that of the largest rung, or of another one."""
 
     bundle: Bundle
+    rung: Rung[Module] | None = None
 
     @property
     def backend(self) -> str:
         return self.bundle.manifest.backend
 
-    def load(self, stage: int, exchange: Exchange | None = None) -> StageProgram:
+    def load(self, stage: int, exchange: Exchange | None = None) -> CompiledGraphs:
+        module, names = self.bundle.module, dict[str, str]()
+        if self.rung is not None:
+            module, ladder = all_rungs(self.bundle.ladder), self.bundle.ladder
+            names = {name: graph_on_rung(ladder, self.rung, name) for name in self.rung.held.graphs}
         threads = min(rank.threads for rank in self.bundle.manifest.ranks)
-        module, files = self.bundle.module, self.bundle.stage_files(stage)
-        return backend_of(self.backend).load_stage(module, stage, files, threads, exchange=exchange)
+        files = self.bundle.stage_files(stage)
+        program = backend_of(self.backend).load_stage(module, stage, files, threads, exchange=exchange)
+        return _Renamed(program, names)
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """A stage whose code has other names for graphs."""
+
+    program: StageProgram
+    names: Mapping[str, str]
+
+    @property
+    def device(self) -> torch.device:
+        return self.program.device
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.program.call(self.names.get(graph, graph), args)
 
 
 # ------------------------------------------------------------------------------------------------ models

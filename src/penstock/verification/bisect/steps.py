@@ -11,7 +11,9 @@ from penstock.ir.interpreter.ops import Array
 from penstock.support.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.backends.interface import Exchange, StageProgram
+    import torch
+
+    from penstock.backends.interface import Exchange
 
 
 # The call of a module that no pass made now.
@@ -41,13 +43,31 @@ class Original(Protocol):
     def source_of(self, name: str) -> str: ...
 
 
+class CompiledGraphs(Protocol):
+    """The code of a stage, as far as kernels are compared: a graph is called by its name in the module."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
 class CompiledStages(Protocol):
     """Compiled stages: those of a bundle, or compiled now."""
 
     @property
     def backend(self) -> str: ...
 
-    def load(self, stage: int, exchange: Exchange | None = None) -> StageProgram: ...
+    def load(self, stage: int, exchange: Exchange | None = None) -> CompiledGraphs: ...
+
+
+@dataclass(frozen=True)
+class CompiledRung:
+    """A smaller size of the model: its module, and its code."""
+
+    sizes: str
+    module: Module
+    compiled: CompiledStages
 
 
 @dataclass(frozen=True)
@@ -55,8 +75,9 @@ class Trail:
     """All that is known of a compilation.
 
     `weights` are empty where only dumps are left of a model: then they are drawn. `refused` is the call of a pass that
-    did not finish, and its error; `compiled` is the code of the last module. `renamed` are the model's names of inputs
-    that the modules spell otherwise.
+    did not finish, and its error; `compiled` is the code of the last module, which is that of the largest rung where
+    sizes are bounded; `rungs` are the others. `renamed` are the model's names of inputs that the modules spell
+    otherwise.
     """
 
     name: str
@@ -66,6 +87,7 @@ class Trail:
     refused: tuple[str, PenstockError] | None = None
     compiled: CompiledStages | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    rungs: Sequence[CompiledRung] = ()
 
     def __post_init__(self) -> None:
         assert self.steps, "there is nothing to compare"

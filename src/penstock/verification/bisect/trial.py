@@ -423,7 +423,11 @@ def _options(steps: Sequence[TrailStep], pattern: str) -> Iterable[str]:
 
 
 def drawn(var: Var, source: np.random.Generator) -> Array:
-    """Draw a variable: products keep the size of their operands; statistics, which are not trained, are positive."""
+    """Draw a variable: products keep the size of their operands; statistics, which are not trained, are positive.
+    Weights of bytes are any bytes."""
+    if var.role == PARAM and var.type.dtype in ("i8", "u8"):
+        low, high = (-127, 128) if var.type.dtype == "i8" else (0, 256)
+        return source.integers(low, high, var.type.dims, np.dtype(f"{'u' * (low == 0)}int8"))
     if var.type.dtype not in FLOATS:
         return np.zeros(var.type.dims, array_dtype(var.type.dtype, F64))
     normal = source.standard_normal(var.type.dims) * max(1, prod(var.type.dims)) ** -0.25

@@ -31,6 +31,8 @@ function overviewView() {
       ranks.length ? panel("Devices", table([["rank"], ["stage"], ["time per batch"], ["peak memory"]], ranks.map((rank) => [rank.rank, el("span", {}, rank.stages.map(stageChip)),
         el("span", { class: "with-bar" }, seconds(rank.seconds), bar([[rank.seconds / slowest, stageClass(rank.stage)]], `${percent(rank.seconds / slowest)} of the slowest`)),
         el("span", { class: "with-bar" }, bytes(rank.peak), bar([[rank.peak / room, stageClass(rank.stage)]], `${percent(rank.peak / room)} of the largest`))]), { caption: "Devices" })) : null,
+      summary.rungs.length ? panel(summary.caches ? "Turns" : "Sizes", el("div", {}, table([[summary.caches ? "rows of a turn" : "sizes with code"], ["predicted time"]], summary.rungs.map(([sizes, spent]) => [el("code", {}, sizes), spent === null ? "" : seconds(spent)]), { caption: "Sizes that a bounded dimension has code for" }),
+        summary.caches ? el("p", { class: "hint" }, `Caches: ${plural(summary.caches[0], "block")} of ${summary.caches[1]} positions, ${bytes(summary.caches[2])}; a token takes ${bytes(summary.caches[3])}.`) : null)) : null,
       el("div", { class: "columns" },
         panel("Inputs and outputs", el("ul", { class: "plain" }, summary.inputs.map(([name, type]) => el("li", {}, el("code", {}, `%${name} : ${type}`))), summary.outputs.map((name) => el("li", {}, "gives ", el("code", {}, `%${name}`))))),
         panel("Checked after every pass", summary.facts.length ? el("ul", { class: "plain ticks" }, summary.facts.map((fact) => el("li", {}, fact))) : absent("nothing yet")))),

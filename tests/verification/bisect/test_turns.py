@@ -1,0 +1,117 @@
+"""Looking into a bundle that generates text: its turns are drawn, and each size, cache and weight of few bits judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from samples.decoders.grouped import DecoderForm, write_decoder
+
+from penstock.backends.bundle.format import open_bundle
+from penstock.commands.parser import main
+from penstock.runtime.data.samples import SyntheticSamples
+from penstock.verification.bisect.sources import _Renamed
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("turns")
+    file = write_decoder(folder / "model.onnx", DecoderForm(bits=4))
+    words = ["--generate", "--context", "20", "--sequences", "2"]
+    assert main(["compile", str(file), "-o", str(folder / "b"), *words]) == 0
+    return folder / "b"
+
+
+def bisected(bundle: Path) -> int:
+    return main(["verify", str(bundle), "--bisect", "--repro", "none"])
+
+
+def test_synthetic_turns_are_what_a_decoder_can_be_asked_for(bundle: Path) -> None:
+    module = open_bundle(bundle).module
+    continued = 0
+    for seed in range(40):
+        samples = SyntheticSamples(module, seed)
+        turn = {value.name: samples.microbatch(0, value.name) for value in module.data_inputs}
+        places = turn["turn.places"]
+        rows = places[places >= 0]
+        assert len(set(rows.tolist())) == len(rows) == turn["turn.starts"][-1] > 0
+        sizes = np.diff(turn["turn.starts"])
+        live = turn["turn.lengths"] > 0
+        assert (sizes[~live] == 0).all()
+        assert (sizes[live] > 0).all()
+        assert (turn["turn.lengths"] >= sizes).all()
+        assert turn["turn.lengths"].max() <= 32
+        assert turn["turn.positions"].max() < turn["turn.lengths"].max()
+        continued += int((turn["turn.lengths"] > sizes).any())
+    assert continued > 5
+
+
+def test_each_size_is_compared_with_the_interpreter(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bisected(bundle) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("tokens=")] == ["tokens=1", "tokens=4", "tokens=16"]
+    assert "of 3 smaller sizes" in lines[-1]
+
+
+def test_code_of_one_size_that_is_wrong_is_told(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = _Renamed.call
+
+    def wrong(code: _Renamed, graph: str, args: list[torch.Tensor]) -> list[torch.Tensor]:
+        results = call(code, graph, args)
+        return [x + 1 for x in results] if code.names.get(graph) == "s0.F.4" else results
+
+    monkeypatch.setattr(_Renamed, "call", wrong)
+    assert bisected(bundle) == 5
+    assert "first wrong at tokens=4: the graph @s0.F" in capsys.readouterr().out
+
+
+def test_rows_that_do_not_reach_the_cache_are_told(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokens alone do not tell: they were chosen from the right caches."""
+    call = _Renamed.call
+
+    def forgetful(code: _Renamed, graph: str, args: list[torch.Tensor]) -> list[torch.Tensor]:
+        before = [x.clone() for x in args]
+        results = [x.clone() for x in call(code, graph, args)]
+        for x, old in zip(args, before, strict=True):
+            x.copy_(old)
+        return results
+
+    monkeypatch.setattr(_Renamed, "call", forgetful)
+    assert bisected(bundle) == 5
+    assert "@layers.0.keys" in capsys.readouterr().out
+
+
+def test_views_show_turns(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle), "--json"]) == 0
+    rungs = json.loads(capsys.readouterr().out)["rungs"]
+    assert [rung["sizes"] for rung in rungs] == ["tokens=1", "tokens=4", "tokens=16", "tokens=20"]
+    assert 0 < rungs[0]["seconds"] < rungs[-1]["seconds"]
+    assert main(["inspect", str(bundle)]) == 0
+    assert "4 sizes with code, of which the tables show the largest:\n  tokens=1: " in capsys.readouterr().out
+    assert main(["inspect", str(bundle), "--memory", "--json"]) == 0
+    room = json.loads(capsys.readouterr().out)[0]["caches"]
+    page = tmp_path / "r.html"
+    assert main(["inspect", str(bundle), "--html", str(page)]) == 0
+    held = [room["blocks"], 16, room["bytes"], room["bytes_per_position"]]
+    assert f'"caches":{json.dumps(held, separators=(",", ":"))}' in page.read_text()
+
+
+def test_what_such_a_bundle_is_not_asked(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = (
+        (
+            ["verify", str(bundle), "--dim", "tokens=3", "--steps", "2"],
+            "--dim, --steps of a bundle that generates text",
+        ),
+        (["infer", str(bundle), "--data", "synthetic"], "use `penstock generate`"),
+        (["export", str(bundle), "--onnx", str(tmp_path / "x.onnx")], "holds no ONNX model"),
+    )
+    for words, said in cases:
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
