@@ -215,8 +215,8 @@ def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
         names = {**names, **{name: [name] for name in lost}}
     elif rounded:
         raise UsageError(
-            f"{counted(len(rounded), 'parameter')} such as {rounded[0]} were made of the model's weights, which are not "
-            "in the bundle",
+            f"{counted(len(rounded), 'parameter')} such as {rounded[0]} were made of the model's weights, which are "
+            "not in the bundle",
             where=str(bundle.path),
             hint="--safetensors writes what the bundle has, by names of ours",
         )
