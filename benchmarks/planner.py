@@ -139,7 +139,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     """Write a line of the table."""
     first = [str(row["devices"]), row["schedule"], f"{row['seconds']:.1f} s"]
     if "step" not in row:
-        return [*first, "no plan is legal and fits", *[""] * 5]
+        return [*first, "no plan was found", *[""] * 5]
     count, size = row["microbatches"]
     replicas = ", ".join(map(str, row["replicas"]))
     return [

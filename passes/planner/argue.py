@@ -39,7 +39,11 @@ from .mixed import of_another_kind, price_elsewhere
 from .plan import Bytes, PlanRequest
 from .planner import Outcome, Planner, Progress
 
-_NOTHING_FITS = "no plan fits into the memory of the devices"
+# Where a limit ended the search, or it had only some choices of devices, there may be a plan that it did not see.
+_NOTHING_FITS = {
+    True: "no plan fits into the memory of the devices",
+    False: "no plan was found that fits into the memory of the devices, of which not every choice was tried",
+}
 # The factor on the memory of the formulas when a hint names how much is enough.
 SPARE = 1.05
 # The precision of the search for the least memory that is enough.
@@ -48,10 +52,12 @@ _ENOUGH = 1.001
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """A counterfactual: the step of the plan with one thing changed, or None where nothing fits then."""
+    """A counterfactual: the step of the plan with one thing changed, or None where no plan was found then; `sure` says
+    whether there is none."""
 
     name: str
     step: float | None
+    sure: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def plan_chain(
         if planner.stopped:
             break
     if not outcome_of:
-        raise nearest(planner) if explained else DoesNotFit(_NOTHING_FITS, where="planner")
+        raise nearest(planner) if explained else DoesNotFit(_NOTHING_FITS[planner.sees_all], where="planner")
     outcomes = dict(sorted(outcome_of.items(), key=lambda item: item[1].step))
     left_out = dict[str, str]()
     if not planner.stopped:
@@ -133,7 +139,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
                 lambda devices, group=group, more=more: len(devices & group) >= more,  # type: ignore[misc]
             )
             if outcome is None:
-                reasons[first] = "no plan that uses it fits"
+                reasons[first] = "no plan that uses it fits" if again.sees_all else "no plan was found that uses it"
             elif outcome.step > best.step and (longer := shown_seconds(outcome.step)) != shown_seconds(best.step):
                 reasons[first] = f"a batch would take {longer} with it instead of {shown_seconds(best.step)}"
             else:
@@ -149,34 +155,41 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
 def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -> list[PlanChange]:
     """Plan again with one thing changed at a time. `others` are chains with the same layers and other costs, by
     name."""
-    chain, fleet, best = result.chain, result.fleet, result.best
+    fleet, best = result.fleet, result.best
     wanted, schedule = result.wanted, best.plan.schedule
-    changes = [_change(f"schedule {name}", outcome) for name, outcome in result.outcomes.items() if name != schedule]
-    changes += [PlanChange(f"schedule {name}", None) for name in wanted.schedules if name not in result.outcomes]
+    planner = result.planner
+    changes = [
+        PlanChange(f"schedule {name}", outcome.step) for name, outcome in result.outcomes.items() if name != schedule
+    ]
+    changes += [
+        PlanChange(f"schedule {name}", None, planner.sees_all)
+        for name in wanted.schedules
+        if name not in result.outcomes
+    ]
     for mode in ("none", "all"):
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
-            changes.append(
-                _change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule))
-            )
-    planner = result.planner
+            other = planner.but(replace(wanted, recompute=mode))
+            changes.append(_change(f"recomputation: {mode}", other, schedule))
     limited = any(device.memory is not None for device in fleet.devices)
     if limited and not wanted.zero and len(fleet) > 1:
-        shared = Planner(chain, fleet, replace(wanted, zero=1)).best(schedule)
-        changes.append(_change("level 1 of zero (--zero 1)", shared))
+        changes.append(_change("level 1 of zero (--zero 1)", planner.but(replace(wanted, zero=1)), schedule))
     for name, part in _without(result):
-        changes.append(_change(f"without {name}", planner.on(part).best(schedule) if len(part) else None))
+        change = _change("", planner.on(part), schedule) if len(part) else PlanChange("", None)
+        changes.append(replace(change, name=f"without {name}"))
     for name, part in _faster(fleet):
-        changes.append(_change(name, planner.on(part).best(schedule)))
+        changes.append(_change(name, planner.on(part), schedule))
     if limited:
         free = fleet.but([replace(device, spaces=()) for device in fleet.devices])
-        changes.append(_change("memory without limit", planner.on(free).best(schedule)))
-    for name, other in (others or {}).items():
-        changes.append(_change(name, Planner(other, fleet, wanted).best(schedule)))
+        changes.append(_change("memory without limit", planner.on(free), schedule))
+    for name, costs in (others or {}).items():
+        changes.append(_change(name, Planner(costs, fleet, wanted), schedule))
     return changes
 
 
-def _change(name: str, outcome: Outcome | None) -> PlanChange:
-    return PlanChange(name, None if outcome is None else outcome.step)
+def _change(name: str, planner: Planner, schedule: str) -> PlanChange:
+    """Return the change that the request, the devices or the costs of a planner are."""
+    outcome = planner.best(schedule)
+    return PlanChange(name, None, planner.sees_all) if outcome is None else PlanChange(name, outcome.step)
 
 
 def _without(result: Result) -> Iterator[tuple[str, Fleet]]:
@@ -248,12 +261,12 @@ def nearest(planner: Planner) -> DoesNotFit:
     ]
     if (more := _more_devices(about("more devices"))) is not None:
         hints.append(f"add {counted(more, 'device')} like {fleet.devices[0].name}, by estimates")
-    what = _NOTHING_FITS
+    what = _NOTHING_FITS[planner.sees_all]
     enough = _least_memory(about("more memory"))
     if enough is None:
         what = (
-            f"no plan fits: {wanted.batch} samples per batch do not make enough microbatches for "
-            f"{', '.join(wanted.schedules)} on these devices"
+            f"no plan {'fits' if planner.sees_all else 'was found'}: {wanted.batch} samples per batch do not make "
+            f"enough microbatches for {', '.join(wanted.schedules)} on these devices"
         )
     else:
         factor, outcome = enough

@@ -67,7 +67,7 @@ from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.words import counted, exact_bytes
 
 from .chain import Ints, Table
-from .fleet import Fleet
+from .fleet import Fleet, Hop, Ring
 from .plan import Bytes, Judged, PipelinePlan, StagePlan
 
 
@@ -82,37 +82,21 @@ def warm_ups(plan: PipelinePlan) -> list[int]:
     counts = [len(stage.devices) for stage in plan.stages]
     forwards = [0]
     for replicas, behind in zip(counts[-2::-1], counts[:0:-1], strict=True):
-        forwards.insert(0, forwards_ahead(replicas, behind, forwards[0]))
-    return [SCHEDULES[plan.schedule].warm_up(ahead) for ahead in forwards]
+        forwards.append(forwards_ahead(replicas, behind, forwards[-1]))
+    return [SCHEDULES[plan.schedule].warm_up(ahead) for ahead in reversed(forwards)]
 
 
 # ------------------------------------------------------------------------------------------------ transfers
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """A boundary between the devices of two stages.
-
-    A message takes latency + bytes / bandwidth on each path in `ways`, a row (latency, forward bandwidth, back latency,
-    back bandwidth). `busy` is the traffic of a microbatch over a link or NIC, without repetitions: (forward part, back
-    part, bytes per second). `nics` is the same by name of the NIC.
-    """
-
-    ways: tuple[tuple[float, float, float, float], ...]
-    busy: tuple[tuple[float, float, float], ...]
-    nics: tuple[tuple[str, float, float, float], ...]
-
-    def round_trip(self, out: float, back: float) -> float:
-        forward = max(latency + out / speed for latency, speed, _, _ in self.ways) if out else 0.0
-        return forward + (max(latency + back / speed for _, _, latency, speed in self.ways) if back else 0.0)
-
-    def load(self, out: float, back: float) -> float:
-        """Return the seconds of one microbatch on the busiest link or NIC."""
-        return max((out * forward + back * backward) / speed for forward, backward, speed in self.busy)
-
-
-def hop_of(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Hop:
+def hop_of(fleet: Fleet, source: tuple[int, ...], target: tuple[int, ...]) -> Hop:
     """Return the boundary from the replicas of one stage to those of the next."""
+    if (source, target) not in fleet.hops:
+        fleet.hops[source, target] = _hop(fleet, fleet.kinds(), source, target)
+    return fleet.hops[source, target]
+
+
+def _hop(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Hop:
     aligned = len(source) == len(target) and len({kinds[i] for i in source}) == len({kinds[i] for i in target}) == 1
     pairs = list(zip(source, target, strict=True)) if aligned else [(a, b) for a in source for b in target]
     part = 1.0 / len(pairs)
@@ -148,19 +132,15 @@ def _speed(path: Path, senders: dict[str, set[int]]) -> float:
     return min([path.bandwidth, *(speed / len(senders[name]) for name, speed in path.shares)])
 
 
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """A ring all-reduce: x bytes take fixed + x * each seconds. `nics` are seconds per byte of each NIC."""
-
-    fixed: float = 0.0
-    each: float = 0.0
-    nics: tuple[tuple[str, float], ...] = ()
+def ring_of(fleet: Fleet, devices: tuple[int, ...]) -> Ring:
+    """Return the all-reduce over the replicas of a stage, in this order."""
+    if devices not in fleet.rings:
+        fleet.rings[devices] = _ring(fleet, devices) if len(devices) > 1 else Ring()
+    return fleet.rings[devices]
 
 
-def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
+def _ring(fleet: Fleet, devices: Sequence[int]) -> Ring:
     count = len(devices)
-    if count == 1:
-        return Ring()
     used: Counter[tuple[str, float]] = Counter()
     latency = 0.0
     for a, b in pairwise((*devices, devices[0])):
@@ -226,13 +206,25 @@ def activation_bytes(table: Table, part: StagePlan, held: int) -> int:
     return min(held * (entry + int(way.kept[at])) + int(way.most[at]) for way in table.parts())
 
 
-def memory_of(table: Table, device: Device, plan: PipelinePlan, stage: int, replica: int, base: int) -> Bytes:
-    part, kind = plan.stages[stage], SCHEDULES[plan.schedule]
-    replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
-    held = kind.in_flight(part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
-    data = table.data(part.first, part.last, device, plan.size * plan.count)
-    fixed = fixed_bytes(table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero)
-    return replace(fixed, activations=activation_bytes(table, part, held))
+def memory_of(table: Table, fleet: Fleet, plan: PipelinePlan, base: int) -> dict[int, Bytes]:
+    """Return the memory of every device of a plan."""
+    kind, kinds, memory, earlier = SCHEDULES[plan.schedule], fleet.kinds(), dict[int, Bytes](), 0
+    for part, warm in zip(plan.stages, warm_ups(plan), strict=True):
+        replicas = len(part.devices)
+        # Replicas that are alike and run as many microbatches hold as much.
+        alike: dict[tuple[int, int], Bytes] = {}
+        for i, share in zip(part.devices, part.shares, strict=True):
+            if (kinds[i], share) not in alike:
+                device = fleet.devices[i]
+                held = kind.in_flight(share, warm, earlier, replicas)
+                data = table.data(part.first, part.last, device, plan.size * plan.count)
+                fixed = fixed_bytes(
+                    table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero
+                )
+                alike[kinds[i], share] = replace(fixed, activations=activation_bytes(table, part, held))
+            memory[i] = alike[kinds[i], share]
+        earlier += replicas
+    return memory
 
 
 # ------------------------------------------------------------------------------------------------ time
@@ -253,27 +245,31 @@ class StageTimes:
     load: float
 
 
-def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: PipelinePlan, stage: int) -> StageTimes:
-    part = plan.stages[stage]
-    rows = [
-        [float(column[part.last] - column[part.first]) for column in table.times(fleet.devices[i])]
-        for i in part.devices
-    ]
+def _device_times(table: Table, device: Device, part: StagePlan) -> tuple[float, float, float]:
+    """Return the seconds of a stage on a device: of a microbatch, of its weight gradients, of an update."""
+    forward, backward, weight, again, update = (
+        float(column[part.last] - column[part.first]) for column in table.times(device)
+    )
+    calls = table.chain.calls(device)
+    overhead = calls.microbatch + float(table.boundaries(calls)[[part.first, part.last]].sum())
+    return overhead + forward + backward + (again if part.recompute else 0.0), weight, calls.update + update
+
+
+def stage_times(table: Table, fleet: Fleet, plan: PipelinePlan, stage: int) -> StageTimes:
+    """Return the seconds of a stage of a plan."""
+    part, kinds = plan.stages[stage], fleet.kinds()
+    alike = {kind: _device_times(table, fleet.devices[kind], part) for kind in {kinds[i]: 0 for i in part.devices}}
+    each, weight, update = zip(*(alike[kinds[i]] for i in part.devices), strict=True)
     ring = ring_of(fleet, part.devices)
     trip = load = 0.0
     if stage + 1 < len(plan.stages):
-        hop = hop_of(fleet, kinds, part.devices, plan.stages[stage + 1].devices)
+        hop = hop_of(fleet, part.devices, plan.stages[stage + 1].devices)
         out, back = float(table.out[part.last]), float(table.back[part.last])
         trip, load = hop.round_trip(out, back), hop.load(out, back)
-    calls = [table.chain.calls(fleet.devices[i]) for i in part.devices]
-    overheads = [x.microbatch + float(table.boundaries(x)[[part.first, part.last]].sum()) for x in calls]
     return StageTimes(
-        tuple(
-            x + forward + backward + (again if part.recompute else 0.0)
-            for x, (forward, backward, _, again, _) in zip(overheads, rows, strict=True)
-        ),
-        tuple(weight for _, _, weight, _, _ in rows),
-        tuple(x.update + update for x, (*_, update) in zip(calls, rows, strict=True)),
+        each,
+        weight,
+        update,
         ring.fixed + ring.each * float(table.grads[part.last] - table.grads[part.first])
         if len(part.devices) > 1
         else 0.0,
@@ -284,20 +280,16 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Pipeline
 
 def judge(table: Table, fleet: Fleet, plan: PipelinePlan, base: int = 0) -> Judged:
     """Evaluate the cost model on a plan, legal or not."""
-    kinds, delayed = fleet.kinds(), bool(SCHEDULES[plan.schedule].delay)
-    times = [stage_times(table, fleet, kinds, plan, s) for s in range(len(plan.stages))]
+    delayed = bool(SCHEDULES[plan.schedule].delay)
+    times = [stage_times(table, fleet, plan, s) for s in range(len(plan.stages))]
     limits = (_delayed if delayed else _flushed)(plan, times)
     pipe = max(limits.values())
-    limits |= _shared(table, fleet, kinds, plan)
+    limits |= _shared(table, fleet, plan)
     if not delayed:
         # All stages sum their gradients at the end of the batch.
         alone = max(limits[f"stage {s}"] - x.ring for s, x in enumerate(times))
         limits |= {f"sums of gradients on {name}": alone + x for name, x in ring_loads(table, fleet, plan).items()}
-    memory = {
-        d: memory_of(table, fleet.devices[d], plan, s, j, base)
-        for s, part in enumerate(plan.stages)
-        for j, d in enumerate(part.devices)
-    }
+    memory = memory_of(table, fleet, plan, base)
     return Judged(max(limits.values()), pipe, limits, memory, tuple(_against(table, fleet, plan, memory)))
 
 
@@ -338,12 +330,12 @@ def _flushed(plan: PipelinePlan, times: Sequence[StageTimes]) -> dict[str, float
     return limits
 
 
-def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: PipelinePlan) -> dict[str, float]:
+def _shared(table: Table, fleet: Fleet, plan: PipelinePlan) -> dict[str, float]:
     """Return the seconds per batch of each NIC, over all stages."""
     used = ring_loads(table, fleet, plan)
     for s, part in enumerate(plan.stages[:-1]):
         out, back = float(table.out[part.last]), float(table.back[part.last])
-        for name, forward, backward, speed in hop_of(fleet, kinds, part.devices, plan.stages[s + 1].devices).nics:
+        for name, forward, backward, speed in hop_of(fleet, part.devices, plan.stages[s + 1].devices).nics:
             used[name] = used.get(name, 0.0) + plan.count * (out * forward + back * backward) / speed
     return used
 

@@ -8,18 +8,54 @@ cards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from penstock.ir.cluster.cluster import HOST_TO_DEVICE, OTHER_HOST, SAME_HOST, Cluster, Device, Host, LinkClass, Path
+
+Indices = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A boundary between the devices of two stages.
+
+    A message takes latency + bytes / bandwidth on each path in `ways`, a row (latency, forward bandwidth, back latency,
+    back bandwidth). `busy` is the traffic of a microbatch over a link or NIC, without repetitions: (forward part, back
+    part, bytes per second). `nics` is the same by name of the NIC.
+    """
+
+    ways: tuple[tuple[float, float, float, float], ...]
+    busy: tuple[tuple[float, float, float], ...]
+    nics: tuple[tuple[str, float, float, float], ...]
+
+    def round_trip(self, out: float, back: float) -> float:
+        forward = max(latency + out / speed for latency, speed, _, _ in self.ways) if out else 0.0
+        return forward + (max(latency + back / speed for _, _, latency, speed in self.ways) if back else 0.0)
+
+    def load(self, out: float, back: float) -> float:
+        """Return the seconds of one microbatch on the busiest link or NIC."""
+        return max((out * forward + back * backward) / speed for forward, backward, speed in self.busy)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A ring all-reduce: x bytes take fixed + x * each seconds. `nics` are seconds per byte of each NIC."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+    nics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The devices of a cluster. `path(a, b)` is the path from device to device, by index."""
+    """The devices of a cluster. `path(a, b)` is the path from device to device, by index. `hops` and `rings` are the
+    boundaries and sums of stages that were asked for (cost.py)."""
 
     devices: tuple[Device, ...]
     path: Callable[[int, int], Path]
+    hops: dict[tuple[Indices, Indices], Hop] = field(default_factory=dict, repr=False, compare=False)
+    rings: dict[Indices, Ring] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -42,8 +78,12 @@ class Fleet:
 
     def kinds(self) -> list[int]:
         """Return for every device the first one that is alike."""
+        return list(self._kinds)
+
+    @cached_property
+    def _kinds(self) -> Indices:
         first: dict[Device, int] = {}
-        return [first.setdefault(replace(device, name="", host=""), i) for i, device in enumerate(self.devices)]
+        return tuple(first.setdefault(replace(device, name="", host=""), i) for i, device in enumerate(self.devices))
 
     def classes(self) -> list[list[int]]:
         """Return the groups of interchangeable devices, in order of their first."""

@@ -22,16 +22,18 @@ a few.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, product
 from math import comb, prod
 
 import numpy as np
 import numpy.typing as npt
 
-from .cost import Hop, Ring, forwards_ahead, hop_of, ring_of
-from .fleet import Fleet
+from .cost import forwards_ahead, hop_of, ring_of
+from .fleet import Fleet, Hop, Ring
 
 Numbers = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -52,7 +54,6 @@ class DeviceSets:
     ) -> None:
         self.fleet, self.classes, self.complete = fleet, classes, complete
         self.name = "every choice of devices" if complete else "single devices, pairs, and devices of like speed"
-        self.kinds = fleet.kinds()
         sizes = np.array([len(members) for members in classes], np.int64)
         weights = np.concatenate([[1], np.cumprod(sizes + 1)[:-1]])
         self.count = int(np.prod(sizes + 1))
@@ -72,8 +73,6 @@ class DeviceSets:
         by_size = np.lexsort((self.target, self.used[self.source]))
         self.by_size = np.split(by_size, np.searchsorted(self.used[self.source][by_size], np.arange(1, len(fleet))))
         self._weights = weights
-        self._rings: dict[int, Ring] = {}
-        self._hops: dict[tuple[int, int], Hop] = {}
         self.alike = self._alike()
 
     def devices(self, group: int, used: int = 0) -> tuple[int, ...]:
@@ -93,17 +92,11 @@ class DeviceSets:
         return self.used > 0 if using is None else np.array([using(self.members(u)) for u in range(self.count)])
 
     def ring(self, group: int) -> Ring:
-        if group not in self._rings:
-            self._rings[group] = ring_of(self.fleet, self.devices(group))
-        return self._rings[group]
+        return ring_of(self.fleet, self.devices(group))
 
     def hop(self, group: int, behind: int) -> Hop:
         """Return the boundary from a group to one that stands behind it."""
-        if (group, behind) not in self._hops:
-            target = self.devices(behind)
-            source = self.devices(group, int(self.weight[behind]))
-            self._hops[group, behind] = hop_of(self.fleet, self.kinds, source, target)
-        return self._hops[group, behind]
+        return hop_of(self.fleet, self.devices(group, int(self.weight[behind])), self.devices(behind))
 
     def single_hops(self) -> Iterator[Hop]:
         """Yield the boundaries between any two groups of one device."""
@@ -201,15 +194,15 @@ def _few(classes: Sequence[Sequence[int]], speed: Sequence[float]) -> Iterator[C
 
 @dataclass(frozen=True, slots=True)
 class LayoutEdge:
-    """The placement of one more stage, on `devices`, in front of `later` devices that run later stages."""
+    """The placement of one more stage, on `devices`, in front of `later` devices that run later stages. The next stage
+    is on those `behind`."""
 
     source: int
     target: int
     devices: tuple[int, ...]
     later: int
     ahead: int
-    hop: Hop | None
-    ring: Ring
+    behind: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -217,43 +210,27 @@ class DeviceLayout:
     """A graph of device choices. It is not `complete`, as it leaves choices out.
 
     `last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used. Edges come in the order
-    of how many devices their source uses.
+    of how many devices their source uses. `used` are how many devices of each kind a plan may use at most.
     """
 
     name: str
     last: tuple[tuple[int, ...], ...]
     placed: tuple[frozenset[int], ...]
     edges: tuple[LayoutEdge, ...]
+    used: tuple[tuple[int, int], ...]
     complete: bool = False
 
-
-class _Builder:
-    """A maker of edges, which share their boundaries and rings."""
-
-    def __init__(self, fleet: Fleet, kinds: Sequence[int]) -> None:
-        self.fleet, self.kinds = fleet, kinds
-        self.hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
-        self.rings: dict[tuple[int, ...], Ring] = {}
-
-    def edge(
-        self, source: int, target: int, devices: tuple[int, ...], later: int, ahead: int, behind: tuple[int, ...]
-    ) -> LayoutEdge:
-        if devices not in self.rings:
-            self.rings[devices] = ring_of(self.fleet, devices)
-        hop = None
-        if behind:
-            if (devices, behind) not in self.hops:
-                self.hops[devices, behind] = hop_of(self.fleet, self.kinds, devices, behind)
-            hop = self.hops[devices, behind]
-        return LayoutEdge(source, target, devices, later, ahead, hop, self.rings[devices])
+    @cached_property
+    def most(self) -> int:
+        """Return the most devices of a stage."""
+        return max(map(len, self.last))
 
 
 def in_a_row(
-    fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int
+    kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int
 ) -> DeviceLayout:
     """Return the layout in which stages take the next devices of the row, the last stage first, a number from `sizes`
     each."""
-    build = _Builder(fleet, kinds)
     index = {(0, 0, 0): 0}
     last: list[tuple[int, ...]] = [()]
     edges: list[LayoutEdge] = []
@@ -271,8 +248,11 @@ def in_a_row(
                     index[key] = len(last)
                     last.append(devices)
                     levels[used + more].append(key)
-                edges.append(build.edge(source, index[key], devices, level, ahead, last[source]))
-    return DeviceLayout(name, tuple(last), tuple(frozenset(row[:used]) for used, _, _ in index), tuple(edges))
+                edges.append(LayoutEdge(source, index[key], devices, level, ahead, last[source]))
+    of_kind = Counter(kinds[i] for i in sorted({i for devices in last for i in devices}))
+    return DeviceLayout(
+        name, tuple(last), tuple(frozenset(row[:n]) for n, _, _ in index), tuple(edges), tuple(of_kind.items())
+    )
 
 
 def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:

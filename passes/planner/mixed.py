@@ -34,7 +34,7 @@ def price_elsewhere(planner: Planner, plan: PipelinePlan, group: frozenset[int])
     table, best = planner.table(plan.size), _fastest(planner)
     here = there = messages = 0.0
     for s, stage in enumerate(plan.stages):
-        times = stage_times(table, planner.fleet, planner.kinds, plan, s)
+        times = stage_times(table, planner.fleet, plan, s)
         shares = [(n, each) for i, n, each in zip(stage.devices, stage.shares, times.each, strict=True) if i in group]
         here += max((n * each for n, each in shares), default=0.0)
         forward, backward, *_ = table.times(planner.fleet.devices[best])
@@ -59,7 +59,8 @@ def helping(planner: Planner, outcome: Outcome) -> Iterator[tuple[str, str]]:
         name, others = planner.fleet.devices[used[0]].name, frozenset(range(len(planner.fleet))) - {*group}
         other = planner.best(outcome.plan.schedule, others.issuperset)
         if other is None:
-            yield name, "without it no plan fits into the memory of the others"
+            fits = "fits" if planner.sees_all else "was found that fits"
+            yield name, f"without it no plan {fits} into the memory of the others"
         elif other.step > outcome.step:
             yield (
                 name,

@@ -74,12 +74,21 @@ class Planner:
         self.chain, self.fleet, self.wanted, self.progress = chain, fleet, wanted, progress
         self.kinds = fleet.kinds()
         self._tables: dict[int, Table] = {}
+        self._speeds: dict[int, list[float]] = {}
+        self._wholes: dict[int, float] = {}
         self._places: list[DeviceLayout | DeviceSets] = []
         self._costs: dict[tuple[str, int, int], Stages] = {}
         self._parts: Planner | None = None
         # An interrupt ends the search of the planner that is asked for the plan, and keeps what it saw. Planners that
         # are made of it compare: they leave interrupts to their callers.
         self.keeps_seen, self.stopped = True, False
+        # Whether a limit ended any search early.
+        self._dropped = False
+
+    @property
+    def sees_all(self) -> bool:
+        """Return whether there is no plan where no search until now found one."""
+        return not self._dropped and self.places()[0].complete and (self._parts is None or self._parts.sees_all)
 
     def but(self, wanted: PlanRequest | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
         """Return a planner for another request, or for devices with so many times their memory. Tables and layouts that
@@ -124,7 +133,7 @@ class Planner:
     def places(self) -> list[DeviceLayout | DeviceSets]:
         """Return the choices of devices to search: sets of them, or in large fleets rows."""
         if not self._places:
-            speeds = self.speeds(self.table(min(self.wanted.microbatch_sizes())))
+            speeds = self.speeds(min(self.wanted.microbatch_sizes()))
             sets = device_sets(self.fleet, speeds, self.wanted.replicas, len(self.chain.layers))
             self._places = list(self._rows(speeds)) if sets is None else [sets]
         return self._places
@@ -133,14 +142,21 @@ class Planner:
         fleet, layers = self.fleet, len(self.chain.layers)
         most = self.wanted.replicas or len(fleet)
         for name, row in rows(fleet, speed):
-            # A row too long for as many layers and replicas leaves devices out.
+            # A row too long for as many layers and replicas leaves devices out. Fewer replicas than use all devices
+            # are for many stages on microbatches that are few.
             sizes = sorted({min(len(row) // d, most) for d in range(1, min(layers, len(row)) + 1)})
-            for size in _thinned(sizes):
-                yield in_a_row(fleet, self.kinds, row, (size,), f"{name}, stages of {size}", layers)
+            fewer = {-(-sizes[0] // 2**k) for k in range(1, sizes[0].bit_length() + 1)} - {sizes[0]}
+            for size in (*sorted(fewer), *_thinned(sizes)):
+                yield in_a_row(self.kinds, row, (size,), f"{name}, stages of {size}", layers)
 
-    def speeds(self, table: Table) -> list[float]:
-        """Return how many times as fast as the fastest device each one can be on any layer; 1 for that device, up to 1
-        for slower ones."""
+    def speeds(self, b: int) -> list[float]:
+        """Return how many times as fast as the fastest device each one can be on any layer, in microbatches of b
+        samples; 1 for that device, up to 1 for slower ones."""
+        if b not in self._speeds:
+            self._speeds[b] = self._compared(self.table(b))
+        return self._speeds[b]
+
+    def _compared(self, table: Table) -> list[float]:
         times = {kind: table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)}
         rows = {kind: forward + backward for kind, (forward, backward, *_) in times.items()}
         reference = np.diff(min(rows.values(), key=lambda sums: float(sums[-1])))
@@ -153,9 +169,10 @@ class Planner:
 
     def _whole(self, b: int) -> float:
         """Return the seconds of a microbatch on the fastest device."""
-        table = self.table(b)
-        rows = [table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)]
-        return min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
+        if b not in self._wholes:
+            rows = [self.table(b).times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)]
+            self._wholes[b] = min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
+        return self._wholes[b]
 
     def _in_parts(self, schedule: str) -> Planner | None:
         """Return the planner for recomputation in parts, for requests that nothing fits otherwise. Where
@@ -209,7 +226,7 @@ class Planner:
     def in_order(self, schedule: str, b: int, order: Sequence[int]) -> PipelinePlan | None:
         """Return the best plan whose stages take these devices in this order, one each."""
         # Layouts are made from the last stage on.
-        layout = in_a_row(self.fleet, self.kinds, order[::-1], (1,), "in order", len(self.chain.layers))
+        layout = in_a_row(self.kinds, order[::-1], (1,), "in order", len(self.chain.layers))
         floor, best, step = self.floor(schedule, b, layout), None, np.inf
         for search in self._searches(schedule, b, layout, frozenset(order).__eq__):
             result = search.best(step, floor, self.wanted.tolerance)
@@ -226,6 +243,7 @@ class Planner:
             for layout in self.places():
                 for search in self._searches(schedule, b, layout, None):
                     fitting = search.any()
+                    self._dropped |= search.dropped
                     if fitting is not None:
                         return Outcome(*fitting, 0.0, layout)
         parts = self._in_parts(schedule)
@@ -257,6 +275,7 @@ class Planner:
                 for search in self._searches(schedule, b, place, using):
                     step = best.step if best is not None else below
                     result = self._searched(search, step, floor, tolerance)
+                    self._dropped |= search.dropped
                     bound = min(bound, result.bound if place.complete else least)
                     if result.plan is not None and result.judged is not None and result.step < step:
                         best = Outcome(result.plan, result.judged, 0.0, place)
@@ -289,13 +308,12 @@ class Planner:
         Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j microbatches; and before
         a pipeline is full it has gone through the whole model once.
         """
-        count, seconds, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
-        used, most = set(range(len(speeds))), len(speeds)
+        count, seconds, speeds = self.wanted.batch // b, self._whole(b), self.speeds(b)
         if isinstance(layout, DeviceLayout):
-            used, most = {device for devices in layout.last for device in devices}, max(map(len, layout.last))
-        elif layout is not None:
-            most = int(layout.replicas.max())
-        busy = count * seconds / max(sum(speeds[i] for i in used), 1e-300)
+            together, most = sum(speeds[kind] * n for kind, n in layout.used), layout.most
+        else:
+            together, most = sum(speeds), len(speeds) if layout is None else int(layout.replicas.max())
+        busy = count * seconds / max(together, 1e-300)
         pace = busy * max(0, count - most) / count
         fill = seconds if SCHEDULES[schedule].fills_whole else 0.0
         return Floor(max(busy, pace + fill), pace, fill)

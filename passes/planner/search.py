@@ -28,8 +28,8 @@ import numpy as np
 from penstock.passes.schedules.schedule import SCHEDULES
 
 from .chain import Floats, Table
-from .cost import Hop, judge
-from .fleet import Fleet
+from .cost import hop_of, judge, ring_of
+from .fleet import Fleet, Hop
 from .layouts import DeviceLayout, LayoutEdge
 from .plan import Judged, PipelinePlan, StagePlan
 from .stages import Option, Stages
@@ -81,14 +81,15 @@ _SHRUNK = 0.2
 
 class StageSearch:
     """The search over one schedule and m. Its dynamic programme, `under` a limit, is that of its kind. It is `complete`
-    where it left nothing out; without, no bound follows from what it did not find."""
+    where it left nothing out; without, no bound follows from what it did not find. `dropped` says whether any pass
+    of it left something out."""
 
     def __init__(self, table: Table, fleet: Fleet, stages: Stages) -> None:
         self.table, self.fleet, self.stages = table, fleet, stages
         self.schedule, self.count, self.wanted = stages.schedule, stages.count, stages.wanted
         self.row = SCHEDULES[self.schedule]
         self.delayed, self.kept = bool(self.row.delay), float(self.row.eagerness)
-        self.value, self.complete, self.foresees = 0.0, True, False
+        self.value, self.complete, self.dropped, self.foresees = 0.0, True, False, False
         # The best plan so far.
         self.seen: tuple[PipelinePlan, Judged] | None = None
         self._trips: dict[object, tuple[Floats, Floats]] = {}
@@ -215,9 +216,10 @@ class LayoutSearch(StageSearch):
         self.work: list[tuple[LayoutEdge, list[Option], Floats, Floats]] = []
         zero = np.zeros(table.count + 1)
         for edge in layout.edges:
-            options = stages.options(edge.devices, edge.later, edge.ahead, edge.ring)
+            options = stages.options(edge.devices, edge.later, edge.ahead, ring_of(fleet, edge.devices))
             if options:
-                self.work.append((edge, options, *(self._boundary(edge.hop) if edge.hop is not None else (zero, zero))))
+                hop = hop_of(fleet, edge.devices, edge.behind) if edge.behind else None
+                self.work.append((edge, options, *(self._boundary(hop) if hop is not None else (zero, zero))))
 
     # -------------------------------------------------------------------------------------------- the dynamic programme
 

@@ -34,6 +34,9 @@ Bools = npt.NDArray[np.bool_]
 # The most states with as many devices that are kept, where all choices of devices are searched and where not; the most
 # rows of candidates that are made at a time; the most candidates of a search, after which it ends with what it has.
 _STATES, _FEW_STATES, _ROWS, _ENOUGH = 40_000, 2000, 200_000, 60_000_000
+# The most states that wait for their turn, and the most elements of a matrix over states and layers: 56 and some 60
+# bytes each.
+_WAITING, _CELLS = 3_000_000, 2_000_000
 # The most blocks of layers, and elements, of sums over sets.
 _MOST_BLOCKS, _MOST_ADDED = 40, 20_000_000
 # Bounds are computed in another order than what they bound.
@@ -220,15 +223,17 @@ class SetSearch(StageSearch):
         """Search the states under a limit. Those are merged whose groups placed last are `alike`."""
         self.complete = self.candidates < _ENOUGH
         if not self.complete:
+            self.dropped = True
             return None
         nothing, start = np.zeros(1, np.int64), np.array([self.table.count], np.int64)
         waiting: list[list[States]] = [[] for _ in range(len(self.fleet) + 1)]
         waiting[0] = [States(nothing, nothing - 1, nothing, start, np.zeros(1), nothing - 1, nothing)]
-        kept, base, best = list[States](), 0, None
+        kept, base, best, count = list[States](), 0, None, 0
         for level in range(len(self.fleet)):
             if not waiting[level]:
                 continue
-            states = self._merged(_joined(waiting[level]), alike)
+            count -= sum(map(len, waiting[level]))
+            states = self._promising(self._merged(_joined(waiting[level]), alike))
             waiting[level] = []
             kept.append(states)
             for placed in self._placed(states, base, level, limit, most):
@@ -239,24 +244,38 @@ class SetSearch(StageSearch):
                 more = placed.only(placed.first > 0)
                 for size in np.unique(self.sets.used[more.used]):
                     waiting[size].append(more.only(self.sets.used[more.used] == size))
+                count += len(more)
+                if count > _WAITING:
+                    waiting = [self._fewer(parts, alike) for parts in waiting]
+                    count = sum(len(part) for parts in waiting for part in parts)
             base += len(states)
         if best is None:
             return None
         self.value = float(best.value[0])
         return self._traced(_joined(kept), best)
 
+    def _fewer(self, parts: list[States], alike: Numbers) -> list[States]:
+        """Return waiting states without those that another one is as good as, and no more than are waited for."""
+        if not parts:
+            return parts
+        states = self._merged(_joined(parts), alike)
+        return [states if len(states) * 2 * len(self.fleet) < _WAITING else self._promising(states)]
+
     def _merged(self, states: States, alike: Numbers) -> States:
-        """Return the states without those that another one is as good as, and not too many."""
+        """Return the states without those that another one is as good as."""
         groups = np.where(states.group < 0, 0, alike[states.group])
         key = np.ravel_multi_index(
             (states.used, groups, states.ahead, states.first),
             (self.sets.count, int(groups.max()) + 1, int(states.ahead.max()) + 1, self.table.count + 1),
         )
         order = np.lexsort((states.value, key))
-        states = states.only(order[np.flatnonzero(np.diff(key[order], prepend=-1))])
+        return states.only(order[np.flatnonzero(np.diff(key[order], prepend=-1))])
+
+    def _promising(self, states: States) -> States:
+        """Return the states, where they are too many the most promising of them."""
         most = _STATES if self.sets.complete else _FEW_STATES
         if len(states) > most:
-            self.complete = False
+            self.complete, self.dropped = False, True
             whole, speeds = self.speeds
             needed = whole[states.first] / np.maximum(speeds[states.used], 1e-9)
             scale = max(float(needed.min()), 1e-300)
@@ -284,12 +303,18 @@ class SetSearch(StageSearch):
             span = int(ahead.max(initial=0)) + 1
             order = np.argsort(group * span + ahead, kind="stable")
             case = (group * span + ahead)[order]
-            for part in np.split(order, np.flatnonzero(np.diff(case)) + 1) if len(order) else ():
+            for part in self._cases(order, case):
                 at, to = which[part], used[part]
                 one_case = States(
                     to, group[part], ahead[part], states.first[at], states.value[at], at, states.group[at]
                 )
                 yield from self._choices(one_case, top[part], level, limit, most, base)
+
+    def _cases(self, order: Numbers, case: Numbers) -> Iterator[Numbers]:
+        """Yield the rows of one case after another, of large cases some rows at a time."""
+        most = max(1, _CELLS // (self.table.count + 1))
+        for part in np.split(order, np.flatnonzero(np.diff(case)) + 1) if len(order) else ():
+            yield from (part[start : start + most] for start in range(0, len(part), most))
 
     def _choices(
         self, rows: States, top: Numbers, level: int, limit: float, most: float, base: int

@@ -24,8 +24,8 @@ from penstock.ir.memory.walk import POSTED
 from penstock.passes.schedules.schedule import SCHEDULES
 
 from .chain import Floats, Ints, Table
-from .cost import Ring, base_of
-from .fleet import Fleet
+from .cost import base_of
+from .fleet import Fleet, Ring
 from .plan import PlanRequest
 
 Bools = npt.NDArray[np.bool_]
@@ -105,6 +105,9 @@ class Stages:
     ) -> tuple[int, ...]:
         """Return the shares of the replicas of one stage."""
         kinds = tuple(self.kinds[i] for i in devices)
+        if len(set(kinds)) == 1:
+            fewest, more = divmod(self.count, len(kinds))
+            return (fewest + 1,) * more + (fewest,) * (len(kinds) - more)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         here = (slice(first, first + 1), slice(last, last + 1))

@@ -264,9 +264,10 @@ def _changes(search: Search, usual: float) -> Iterator[str]:
     for change in search.what_if:
         if change.name.removeprefix("schedule ") in search.refused:
             continue
-        effect = (
-            "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({compare(change.step, usual)})"
-        )
+        if change.step is None:
+            effect = "nothing fits" if change.sure else "no plan was found"
+        else:
+            effect = f"{shown_seconds(change.step)} ({compare(change.step, usual)})"
         simulated = search.refined.get(change.name.removeprefix("schedule "))
         if simulated is not None and change.step is not None and change.step < usual:
             effect += f", but {by_simulation(simulated.step)}"

@@ -17,6 +17,7 @@ from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Table, Timer, Times
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
+from penstock.passes.planner.layouts import DeviceLayout
 from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.search import LayoutSearch, reaches
@@ -131,7 +132,7 @@ def reached_and_found(seed: int) -> list[tuple[bool, bool]]:
         for schedule in [s for s in TRAINING if (s, recompute) != ("zb-1f1b", "parts")]:
             for b in wanted.microbatch_sizes():
                 stages = planner._stages(schedule, b, len(fleet))
-                for layout in planner._rows(planner.speeds(planner.table(b))):
+                for layout in planner._rows(planner.speeds(b)):
                     ends = list(range(1, len(layout.last)))
                     found.append(
                         (
@@ -451,3 +452,18 @@ def test_candidates_are_plans_near_the_best(monkeypatch: pytest.MonkeyPatch) -> 
 def test_bad_wishes_are_told_together() -> None:
     with pytest.raises(UsageError, match=r"unknown schedule 'x'.*recompute is auto.*microbatches of 3 do not make"):
         PlanRequest(4, ("x",), "some", (3,))
+
+
+def test_fleets_larger_than_needed_leave_devices_out_for_enough_microbatches_each() -> None:
+    """A layer fills a device, so there are 12 stages; with the 3 replicas that use 40 devices each of them has 4 of 12
+    microbatches, and 2bw needs 11."""
+    layer = Layer("", params=1000, forward=PhaseWork(Amount(0, 1000)), backward=PhaseWork(Amount(0, 2000)))
+    device = Device("", flops=1e9, spaces=(("ram", 3500),))
+    fleet = fleet_of(equal_hosts(20, 2, device, (1e9, 1e-6), (1e9, 1e-6)))
+    planner = Planner(Chain((layer,) * 12), fleet, PlanRequest(12, ("2bw",), sizes=(1,), recompute="none"))
+    outcome = planner.best("2bw")
+    assert outcome is not None
+    assert [len(stage.devices) for stage in outcome.plan.stages] == [1] * 12
+    planner._places = [place for place in planner.places() if isinstance(place, DeviceLayout) and place.most > 2]
+    assert planner.best("2bw") is None  # the control
+    assert not planner.sees_all

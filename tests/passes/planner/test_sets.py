@@ -85,6 +85,21 @@ def test_what_is_left_out_is_not_said_to_be_proven(limit: str, monkeypatch: pyte
     assert not all(proven for _, _, proven in found)
 
 
+def test_what_waits_may_be_merged_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for few waiting states and small matrices: the same plans, all proven."""
+    monkeypatch.setattr("penstock.passes.planner.set_search._WAITING", 5)
+    monkeypatch.setattr("penstock.passes.planner.set_search._CELLS", 8)
+    assert all(proven for _, _, proven in steps())
+    assert [step for step, _, _ in steps()] == pytest.approx(BEST, rel=1e-9)
+
+
+def test_a_search_that_a_limit_ended_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, fleet, wanted = next(case for case, best in zip(CASES, BEST, strict=True) if best < inf)
+    monkeypatch.setattr("penstock.passes.planner.set_search._ENOUGH", 0)
+    with pytest.raises(DoesNotFit, match="no plan was found"):
+        plan_chain(chain, fleet, wanted)
+
+
 def slowest_of_free_links(times: np.ndarray) -> float:
     """The least time of the slowest stage, one device each in any order: for limits, how far each set of devices gets."""
     sums = np.concatenate([np.zeros((len(times), 1)), np.cumsum(times, 1)], 1)
