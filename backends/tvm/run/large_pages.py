@@ -1,5 +1,5 @@
-"""Memory in large pages for operands that every call reads as a whole: fewer addresses to look up. Where small pages
-happen to lie makes the same kernels slower or faster by up to a fifth.
+"""Memory in large pages for operands that every call reads as a whole: fewer addresses to look up, and times that
+depend less on where small pages happen to lie.
 
 In: tensors, one by one. Out: copies that lie behind each other, in areas for which the system is asked for large pages.
 An area is given back when none of its copies is used any more. Where the system has no large pages, it has small ones.
