@@ -102,7 +102,7 @@ class _Search:
 
     def _sent(self, kind: str, over: tuple[str, ...], at: TensorType) -> float:
         n = self._count(over)
-        share = at.nbytes / self._count(tuple(axis for axes in at.axes for axis in axes))
+        share = at.local(self.sizes).nbytes
         per_share = {
             "all_reduce": 2 * (n - 1) / n,
             "reduce_scatter": (n - 1) / n,

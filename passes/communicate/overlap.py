@@ -111,43 +111,75 @@ def must_follow(ops: Sequence[Op]) -> list[set[int]]:
 def live_peak(ops: Sequence[Op], outside: Iterable[Value]) -> int:
     """Return the largest sum of bytes of temporaries that are alive at once, every operation by itself. The operand of
     a collective lives until the result is first read."""
-    first_reader: dict[Value, int] = {}
-    last = {}
-    for i, op in enumerate(ops):
-        for value in op.ins:
-            last[value] = i
-            first_reader.setdefault(value, i)
-    for op in ops:
-        if op.kind in EXCHANGES:
-            operand = op.ins[0]
-            last[operand] = max(last[operand], first_reader.get(op.outs[0], len(ops) - 1))
-    elsewhere = set(outside)
-    now = peak = 0
-    ending: dict[int, int] = {}
-    for i, op in enumerate(ops):
-        if op.kind not in (_READS, "take"):
-            for value in op.outs:
-                if value not in elsewhere and value in last:
-                    now += value.type.nbytes
-                    ending[last[value]] = ending.get(last[value], 0) + value.type.nbytes
-        peak = max(peak, now)
-        now -= ending.pop(i, 0)
-    return peak
+    return _Temporaries(ops, outside).peak(range(len(ops)))
+
+
+class _Temporaries:
+    """The values of a graph by number: those that each operation takes, and those that it makes, with their bytes."""
+
+    def __init__(self, ops: Sequence[Op], outside: Iterable[Value]) -> None:
+        numbers: dict[Value, int] = {}
+        elsewhere = set(outside)
+        self.ins: list[list[int]] = []
+        self.outs: list[list[tuple[int, int]]] = []
+        self.exchanges = [op.kind in EXCHANGES for op in ops]
+        for op in ops:
+            temporary = op.kind not in (_READS, "take")
+            self.ins.append([numbers.setdefault(value, len(numbers)) for value in op.ins])
+            self.outs.append(
+                [
+                    (
+                        numbers.setdefault(value, len(numbers)),
+                        value.type.nbytes if temporary and value not in elsewhere else 0,
+                    )
+                    for value in op.outs
+                ]
+            )
+        self.count = len(numbers)
+
+    def peak(self, order: Sequence[int]) -> int:
+        """Return the largest sum of bytes that are alive at once in an order of the operations."""
+        first, last, end = [-1] * self.count, [-1] * self.count, len(order) - 1
+        for at, i in enumerate(order):
+            for value in self.ins[i]:
+                last[value] = at
+                if first[value] < 0:
+                    first[value] = at
+        for i in order:
+            if self.exchanges[i]:
+                read = first[self.outs[i][0][0]]
+                last[self.ins[i][0]] = max(last[self.ins[i][0]], read if read >= 0 else end)
+        now = peak = 0
+        ending = [0] * len(order)
+        for at, i in enumerate(order):
+            for value, nbytes in self.outs[i]:
+                if nbytes and last[value] >= 0:
+                    now += nbytes
+                    ending[last[value]] += nbytes
+            peak = max(peak, now)
+            now -= ending[at]
+        return peak
 
 
 class _Order:
     """The order of one graph's operations, by their numbers in it. Moves are tried one collective after the other."""
 
     def __init__(self, graph: Graph, growth: float, replicas: int, rates: _InBytes) -> None:
-        self.graph, self.ops, self.replicas, self.rates = graph, graph.ops, replicas, rates
+        self.graph, self.ops = graph, graph.ops
         self.needs = must_follow(graph.ops)
         self.order = list(range(len(graph.ops)))
         self.collectives = [i for i, op in enumerate(graph.ops) if op.kind in EXCHANGES]
         self.readers = {i: [k for k, before in enumerate(self.needs) if i in before] for i in self.collectives}
         self.work = [0.0 if op.kind in EXCHANGES else _work(op) for op in graph.ops]
-        self.outside = (*graph.ins, *graph.results)
         self._products_put_off = 0
-        self.limit = live_peak(graph.ops, self.outside) * (1 + growth)
+        self.temporaries = _Temporaries(graph.ops, (*graph.ins, *graph.results))
+        self.limit = self.temporaries.peak(self.order) * (1 + growth)
+        # Of collectives over replicas, what each moves, and those that an operation waits for; and what others hide.
+        self.sent = {
+            i: sent_bytes(self.ops[i], replicas) + rates.meeting for i in self.collectives if self._of_replicas(i)
+        }
+        self.awaited = [[k for k in before if k in self.sent] for before in self.needs]
+        self.hiding = [0.0 if op.kind in EXCHANGES else _work(op, rates) for op in graph.ops]
 
     def run(self) -> tuple[Op, ...]:
         inside = [i for i in self.collectives if not self._of_replicas(i)]
@@ -178,7 +210,7 @@ class _Order:
         return fits
 
     def _fits(self, order: Sequence[int]) -> bool:
-        return live_peak([self.ops[i] for i in order], self.outside) <= self.limit
+        return self.temporaries.peak(order) <= self.limit
 
     def _begun_early(self, collective: int, before: Sequence[int], most: int) -> list[int]:
         """Return the order in which the collective stands behind the maker of its operand, and the last products that
@@ -258,14 +290,14 @@ class _Order:
     def _move_variables(self) -> None:
         """Gather weights earlier, and add gradients up later, one collective after the other, as far as ranks wait less
         for it and memory allows."""
-        over = [i for i in self.collectives if self._of_replicas(i)]
-        gathers = {i: needed for i in over if (needed := self._of_variable(i)) is not None}
-        sums = {i: sinks for i in over if (sinks := self._into_variable(i)) is not None}
+        gathers = {i: needed for i in self.sent if (needed := self._of_variable(i)) is not None}
+        sums = {i: sinks for i in self.sent if (sinks := self._into_variable(i)) is not None}
         self.limit += max((self.ops[i].outs[0].type.nbytes for i in gathers), default=0)
         self.limit += max((self.ops[i].ins[0].type.nbytes for i in sums), default=0)
+        waits = self._waits(self.order)
         for collective in sorted({*gathers, *sums}, key=self._read_at):
             # Where all together wait as long, those that come later may still be moved.
-            least = _waited(self._waits(self.order), collective)
+            least = _waited(waits, collective)
             tried = (
                 self._earlier(collective, gathers[collective])
                 if collective in gathers
@@ -274,9 +306,9 @@ class _Order:
             for order in islice(tried, _FURTHEST):
                 if not least[1]:
                     break
-                waited = _waited(self._waits(order), collective)
-                if waited < least and self._fits(order):
-                    least, self.order = waited, order
+                there = self._waits(order)
+                if (waited := _waited(there, collective)) < least and self._fits(order):
+                    least, waits, self.order = waited, there, order
 
     def _of_variable(self, collective: int) -> set[int] | None:
         """Return the reads, and views of them, that a gather needs; None where it needs more."""
@@ -287,12 +319,15 @@ class _Order:
 
     def _into_variable(self, collective: int) -> set[int] | None:
         """Return what adds a sum to a variable, with views of the sum; None where something else reads it."""
-        sinks: set[int] = set()
+        if self.ops[collective].kind not in ("reduce_scatter", "all_reduce"):
+            return None
+        reached = {collective}
         for i in range(collective + 1, len(self.ops)):
-            if self.needs[i] & {*sinks, collective}:
-                sinks.add(i)
-        ends = all(self.ops[i].kind == "accum" or _is_view(self.ops[i].kind) for i in sinks)
-        return sinks if ends and self.ops[collective].kind in ("reduce_scatter", "all_reduce") else None
+            if not self.needs[i].isdisjoint(reached):
+                if self.ops[i].kind != "accum" and not _is_view(self.ops[i].kind):
+                    return None
+                reached.add(i)
+        return reached - {collective}
 
     def _read_at(self, collective: int) -> int:
         return min((self.order.index(k) for k in self.readers[collective]), default=len(self.order))
@@ -322,16 +357,15 @@ class _Order:
         ends: dict[int, float] = {}
         waits: dict[int, float] = {}
         for i in order:
-            op = self.ops[i]
-            for before in self.needs[i] & ends.keys():
-                end = ends.pop(before)
-                waits[before] = max(0.0, end - now)
-                now = max(now, end)
-            if op.kind not in EXCHANGES:
-                now += _work(op, self.rates)
-            elif self._of_replicas(i):
-                link = max(link, now) + sent_bytes(op, self.replicas) + self.rates.meeting
-                ends[i] = link
+            for before in self.awaited[i]:
+                if before in ends:
+                    end = ends.pop(before)
+                    waits[before] = max(0.0, end - now)
+                    now = max(now, end)
+            if i in self.sent:
+                ends[i] = link = max(link, now) + self.sent[i]
+            else:
+                now += self.hiding[i]
         return waits
 
 

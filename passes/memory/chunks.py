@@ -56,13 +56,18 @@ def chunks_of(module: Module, stage: int) -> list[list[str]]:
     most = max(total // _MANY, min(_LEAST_BYTES, total // _FEW))
     chunks: list[list[str]] = []
     held: list[int] = []
+    # What small parameters have added to the last chunk beyond its size.
+    beyond = 0
     for names, size in zip(groups, sizes, strict=True):
-        if chunks and (held[-1] + size <= most or size <= most // _SMALL):
+        fits = bool(held) and held[-1] + size <= most
+        if chunks and (fits or beyond + size <= most // _SMALL):
             chunks[-1] += names
             held[-1] += size
+            beyond += 0 if fits else size
         else:
             chunks.append([*names])
             held.append(size)
+            beyond = 0
     at_once = max((sum(held[i : i + _RESIDENT]) for i in range(len(held))), default=0)
     return chunks if at_once < total else []
 

@@ -207,11 +207,14 @@ class _Model:
 def _context(model: _Model) -> dict[str, Layout]:
     count = model.sizes[model.axis]
     places = [place for op in model.graph.ops if (place := _positions_of(op, model.axis)) is not None]
+    # Folded order counts more where an input serves both kinds: attention to all positions may take it, too.
+    places.sort(key=lambda place: place[2].blocks < 0)
     inputs = {name: split for place in places for name, split in model.positions(*place).items()}
     if not inputs:
         raise UsageError(
-            "preset context finds no attention of a sequence to itself whose positions are a dimension of an input",
-            hint="give layouts, such as --shard 'tokens=[_,/tp]'",
+            "preset context finds no attention of a sequence to itself whose positions are a dimension of an input; "
+            "attention with dropout is none",
+            hint=f"give layouts, such as --shard 'tokens=[_,/{model.axis}]'",
         )
     types = {v.name: v.type for v in model.module.inputs}
     uneven = [

@@ -172,3 +172,13 @@ def test_moves_come_in_the_cheapest_order(before: str, after: str, kinds: list[s
         return TensorType("f32", SHAPE).laid(axes, partial)
 
     assert [move.kind for move in moves(read(before), read(after), SIZES)] == kinds
+
+
+def test_a_dimension_of_one_element_is_no_place_to_rest() -> None:
+    """Each rank would have the whole of its part: bytes are those that a device holds, padding included."""
+    t = TensorType("f32", (1, 4096, 768))
+    before, after = t.laid([(), ("b",), ("a",)]), t.laid([(), ("a",), ("b",)])
+    way = moves(before, after, SIZES)
+    assert all(not move.after.axes_of(0) for move in way)
+    at = [before, *(move.after for move in way)]
+    assert max(layout.local(SIZES).nbytes for layout in at) <= 4 * t.nbytes // 8

@@ -130,6 +130,19 @@ def test_what_gains_nothing_stays() -> None:
         planned("plain", "state")
 
 
+def test_many_small_parameters_make_many_chunks() -> None:
+    """All are small beside the state of a deep model: those that join a chunk in any case are few."""
+    cluster = replace(Cluster.local(1), spaces=(Space("disk"),))
+    options = PipelineOptions(microbatches=M, recompute="none", offload="none")
+    module = run_passes(
+        chain_model([6] * 101, [], rows=2).but(cluster=cluster), training_pipeline(ADAMW, {}, options), PASSES
+    )
+    chunks = chunks_of(module, 0)
+    sizes = [sum(module.vars[name].type.nbytes for name in names) for names in chunks]
+    assert len(chunks) >= 5
+    assert max(sizes) <= 0.25 * sum(sizes)
+
+
 # ------------------------------------------------------------------------------------------------ refused programs
 
 

@@ -259,6 +259,26 @@ def test_positions_are_split_in_folded_order_where_attention_is_causal(folder) -
         shard(whole_program("gpt", folder), ShardOptions("cp=3", ("preset:context",)))
 
 
+@pytest.mark.parametrize("causal", [(True, False), (False, True)])
+def test_folded_order_is_taken_where_one_attention_of_two_is_causal(causal: tuple[bool, bool]) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.qkv, self.head = torch.nn.Embedding(9, 8), torch.nn.Linear(8, 24), torch.nn.Linear(8, 9)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.table(tokens)
+            for is_causal in causal:
+                q, k, v = (part.unsqueeze(1) for part in self.qkv(x).split(8, 2))
+                x = x + torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).squeeze(1)
+            return self.head(x)
+
+    model = ps.from_torch(Two(), (torch.zeros(2, 12, dtype=torch.int64),))
+    training = ps.Training("cross_entropy", ps.SGD(lr=0.1), microbatches=1)
+    plan = ps.plan(model, ps.Cluster.local(2), training, mesh="cp=2", shard=["preset:context"])
+    assert str(plan.module.data_inputs[0].type) == "i64[2,-2*6/cp]"
+
+
 def test_own_forms_that_count_from_an_offset_take_no_blocks() -> None:
     """A table of which each of three blocks is split: looked up whole, and its gradient is that of one device."""
     case = laid_program(training_module(), "a=2", ("table=[3*/a,_]",))

@@ -8,10 +8,10 @@ A panel that the kernel packs for itself: its tiles ask for the next panel, line
 tile, which packs. Both panels and a block of A have to fit into the second cache.
 
 A panel that was packed ahead: panels lie in memory in the order in which they are read, so the processor's own
-prediction works. It ends with each page, though, and memory rests while a tile of few rows computes. The only tile of
-a panel asks for lines a little further on. Several tiles ask for an equal part each of what comes next, as long as the panel. A long panel is
-cut along k into pieces that stay in the second cache (`pieces_of`): all tiles are at one piece before the next, and
-sums go on.
+prediction works. It ends with each page, though, and memory rests while a tile of few rows computes. The only tile of a
+panel asks for lines a little further on. Several tiles ask for an equal part each of what comes next, as long as the
+panel. A long panel is cut along k into pieces that stay in the second cache (`pieces_of`): all tiles are at one piece
+before the next, and sums go on.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _PANEL_BYTES = 256 << 10
 _TILES_AHEAD, _LARGE_BYTES = 8, 1 << 20
 # Up to so many steps along k, a tile asks beforehand for the lines it will be stored to, or added to.
 _SHORT_K, _SHORT_K_ADDED = 256, 1024
+# The most lines that are asked for at once: more would fill the buffers that the loop itself loads through.
+_AT_ONCE = 8
 # How far ahead the only tile of a panel asks.
 _NEXT_BYTES = 32 << 10
 
@@ -45,7 +47,8 @@ _NEXT_BYTES = 32 << 10
 @dataclass(frozen=True)
 class LinesAhead:
     """The lines that one tile asks for: their count, and the hint for a line of the tile, by the lines that each tile
-    asks for and the number of the line. Where `evenly`, each turn of the tile's loop asks for as many."""
+    asks for and the number of the line. Where `evenly`, turns of the tile's loop ask for a few each, and hardly more
+    than the count in all."""
 
     count: int
     hint: Callable[[int, Expr], None]
@@ -53,7 +56,8 @@ class LinesAhead:
 
     def fits(self, parts: int) -> bool:
         """Return whether so many parts of the loop may ask for equal shares."""
-        return not self.evenly or self.count % parts == 0
+        each = ceil_div(self.count, parts)
+        return not self.evenly or (each <= _AT_ONCE and each * parts - self.count <= self.count // 8)
 
 
 def pieces_of(tiles: int, k_size: int, panel_bytes: int) -> int:

@@ -288,7 +288,9 @@ class TiledProduct:
         """Emit a panel that was packed ahead: all tiles, piece by piece along k. Sums go on from piece to piece."""
         emit, tiles = self.emit, ceil_div(block.rows, height)
         width = self.packing.padded(columns)
-        pieces = pieces_of(tiles, block.k_size, block.k_size * width * ITEM_BYTES[self.stored])
+        panel_bytes = block.k_size * width * ITEM_BYTES[self.stored]
+        # Tiles of A that were packed are those of the whole block, not of a piece.
+        pieces = pieces_of(tiles, block.k_size, panel_bytes) if block.packed is None else 1
         size = block.k_size // pieces
         whole = _ProductTile(block, literal(0, "i32"), height, panel, j, columns, self.lanes)
         if pieces == 1:
@@ -378,8 +380,6 @@ class TiledProduct:
         hints = tile.height * lines if targets else 0
         corner = (tile.block.lead, tile.row, tile.j)
         ahead = tile.ahead.count if tile.ahead is not None else 0
-        # The number of equal parts of the turns, with some hints before each. All hints at once would fill the buffers
-        # that the loop itself loads through.
         fits = tile.ahead.fits if tile.ahead is not None else bool
         parts = max((d for d in range(1, max(hints, ahead, 1) + 1) if turns % d == 0 and fits(d)), default=1)
         each = ceil_div(hints, parts) if parts > 1 else 0

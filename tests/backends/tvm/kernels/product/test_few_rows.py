@@ -106,6 +106,19 @@ def test_sums_go_on_from_piece_to_piece(length: int, pieces: int, tmp_path: Path
     assert not difference(ours, NumpyProgram(graphs[-1:]).call(graphs[-1].name, args)[0])
 
 
+@pytest.mark.parametrize("rows", [13, 22])
+def test_a_product_whose_first_operand_is_transposed(rows: int, tmp_path: Path) -> None:
+    """Its rows are packed for the whole sum, and long panels are not cut."""
+    x, var = value("x", f"f32[2304,{rows}]"), Var("w", parse_type("f32[2304,300]"), "param")
+    read = Op("read", (), (Value("w", var.type),), {"var": "w"})
+    product_op = make("matmul", [x, read.outs[0]], ["y"], ta=True)
+    graph = Graph("s0.F", (x,), product_op.outs, (read, product_op), ())
+    graph = fuse(Module("m", graphs={graph.name: graph}, vars={"w": var}), FuseOptions()).graphs[graph.name]
+    args = [to_torch(a) for a in make_args(graph, np.random.default_rng(3))]
+    (ours,) = build([graph], tmp_path).call(graph.name, args)
+    assert not difference(ours, NumpyProgram([graph]).call(graph.name, args)[0])
+
+
 def test_kernels_that_pack_for_themselves_differ(tmp_path: Path) -> None:
     """The control: without packed weights few rows are added up in vectors along the sum, many in order."""
     graphs = [unpacked(product(m, 300, 100, True)) for m in (1, 20)]
