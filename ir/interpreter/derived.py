@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from penstock.ir.graph import Var
-from penstock.ir.types import numpy_dtype
+from penstock.ir.types import TensorType, numpy_dtype
 from penstock.support.errors import VerifyError
 
 Array = np.ndarray[Any, Any]
@@ -46,6 +46,9 @@ def derive(var: Var, source: Any) -> Array:
     if match is None and var.form != "bf16":
         raise VerifyError(f"is of an unknown form {var.form!r}", where=f"@{var.name}")
     array = np.asarray(source)
+    _check_type(var, match, array.shape)
+    if not var.type.size:
+        return np.empty(var.type.dims, numpy_dtype(var.type.dtype))
     if array.ndim < 2:
         array = array.reshape(1, -1)
     if match is not None and match[4]:
@@ -58,6 +61,23 @@ def derive(var: Var, source: Any) -> Array:
         elements = chunk.astype(result.dtype) if match is None else _of_group(var, match, chunk)
         rows[start : start + step] = elements.reshape(len(chunk), -1)
     return result
+
+
+def _check_type(var: Var, match: re.Match[str] | None, dims: tuple[int, ...]) -> None:
+    """Refuse a variable whose type is not that of its form, of a source of some dimensions."""
+    shown, where = f"@{var.source} of dimensions {list(dims)}", f"@{var.name}"
+    expected = TensorType("bf16", dims)
+    if match is not None:
+        what, bits, group, turned = match.groups()
+        if len(dims) != 2:
+            raise VerifyError(f"is {var.form} of {shown}: only matrices are rounded in groups", where=where)
+        rows, columns = reversed(dims) if turned else dims
+        if not int(group) or columns % int(group) or (bits == "4" and columns % 2):
+            raise VerifyError(f"is {var.form} of {shown}: its rows are no whole groups and bytes", where=where)
+        width = columns // int(group) if what == "scales" else columns * int(bits) // 8
+        expected = TensorType("f16" if what == "scales" else "i8" if bits == "8" else "u8", (rows, width))
+    if (var.type.dtype, var.type.dims) != (expected.dtype, expected.dims):
+        raise VerifyError(f"is {var.type.plain}, and {var.form} of {shown} is {expected}", where=where)
 
 
 def _of_group(var: Var, match: re.Match[str], rows: Array) -> Array:

@@ -181,68 +181,77 @@ def _describe(data: DataSpec) -> str:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def load_state(
-    place: Path, store: Store, variables: Mapping[str, Var], tiles: Mapping[str, TensorTile], hashed: set[str]
-) -> None:
-    """Fill the variables of one rank from a checkpoint that fits. The store is at the checkpoint's step; variables that
-    have values without it keep them. `tiles` are the rank's own: of a tensor that is split it reads nothing else.
-    `hashed` are the files whose hash was right: each is read for it once, also where variables come in several
-    calls."""
-    index = read_index(place)
+class StageFiles:
+    """The files of a checkpoint that fits, as a rank fills the variables of a stage from them. `tiles` are the rank's
+    own: of a tensor that is split it reads nothing else.
+
+    Each file is checked once, also where variables come in several calls. A rank that takes all tensors of a file, and
+    each as it lies there, compares the hash. One that takes less compares the size alone: it does not read the others
+    for the hash, which rank 0 compared as it chose the checkpoint."""
+
+    def __init__(self, place: Path, store: Store, tiles: Mapping[str, TensorTile]) -> None:
+        self.place, self.index = place, read_index(place)
+        self._by_version: dict[int, dict[str, dict[str, TensorTile]]] = {}
+        self._unhashed = set[str]()
+        kept = {name for name, var in store.variables.items() if is_kept(var)}
+        for version, names in self.wanted(store, kept):
+            files = files_for(self.index.files, {name: tiles[name] for name in sorted(names)}, version)
+            self._by_version[version] = files
+            self._unhashed |= {key for key, stored in files.items() if self._is_taken_whole(key, stored, tiles)}
+        self.tiles = tiles
+
+    def wanted(self, store: Store, names: set[str]) -> Iterator[tuple[int, set[str]]]:
+        """Yield versions, newest first, and those of some variables that need them."""
+        step = self.index.step
+        yield step, names
+        for version in range(step - 1, -1, -1):
+            late = {n for n in names & store.versioned.keys() if version > step - store.variables[n].versions}
+            if not late:
+                break
+            yield version, late
+
+    def fill(self, version: int, buffers: Mapping[str, torch.Tensor]) -> set[str]:
+        """Fill buffers with a version of their variables; return the names that the checkpoint has."""
+        there = set[str]()
+        for key, whole in self._by_version[version].items():
+            if stored := {name: tile for name, tile in whole.items() if name in buffers}:
+                path = self._checked(key)
+                fill_tiles(path, {n: Filling(buffers[n], self.tiles[n], tile) for n, tile in stored.items()})
+                there |= stored.keys()
+        return there
+
+    def _is_taken_whole(self, key: str, stored: Mapping[str, TensorTile], tiles: Mapping[str, TensorTile]) -> bool:
+        file = self.index.files[key]
+        sliced = any(tile.ranges != tiles[name].ranges for name, tile in stored.items())
+        return not sliced and (not file.tiles or stored.keys() == file.tensors.keys())
+
+    def _checked(self, key: str) -> Path:
+        """Return the path of a file, once it is checked."""
+        if key in self._unhashed:
+            path = check_file(self.place, self.index, key)
+            self._unhashed.remove(key)
+            return path
+        path, size = self.place / key, self.index.files[key].size
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
+            raise VerifyError(
+                f"the checkpoint is damaged: {key} is not a plain file of {size} bytes",
+                where=str(self.place),
+                hint="resume from an older checkpoint",
+            )
+        return path
+
+
+def load_state(files: StageFiles, store: Store, variables: Mapping[str, Var]) -> None:
+    """Fill some variables of a stage from a checkpoint. The store is at the checkpoint's step; variables that have
+    values without it keep them."""
     names = {name for name, var in variables.items() if is_kept(var)}
-    _fill_version(place, index, index.step, {name: store.newest(name) for name in names}, tiles, hashed)
-    for version in range(index.step - 1, -1, -1):
-        late = [n for n in sorted(names & store.versioned.keys()) if version > index.step - variables[n].versions]
-        if not late:
-            break
-        buffers = {name: store.restore_older(version, name) for name in late}
-        there = _fill_version(place, index, version, buffers, tiles, hashed)
-        for name in buffers.keys() - there:
+    (_, newest), *older = files.wanted(store, names)
+    files.fill(files.index.step, {name: store.newest(name) for name in sorted(newest)})
+    for version, late in older:
+        buffers = {name: store.restore_older(version, name) for name in sorted(late)}
+        for name in buffers.keys() - files.fill(version, buffers):
             # It was saved where one version was enough.
             buffers[name].copy_(store.versioned[name].place(version + 1))
-
-
-def _fill_version(
-    place: Path,
-    index: Index,
-    version: int,
-    buffers: Mapping[str, torch.Tensor],
-    tiles: Mapping[str, TensorTile],
-    hashed: set[str],
-) -> set[str]:
-    """Fill buffers with a version of their variables; return the names that the checkpoint has."""
-    files = files_for(index.files, {name: tiles[name] for name in buffers}, version)
-    for key, stored in files.items():
-        fill_tiles(
-            _checked(place, index, key, stored, tiles, hashed),
-            {name: Filling(buffers[name], tiles[name], tile) for name, tile in stored.items()},
-        )
-    return {name for stored in files.values() for name in stored}
-
-
-def _checked(
-    place: Path,
-    index: Index,
-    key: str,
-    stored: Mapping[str, TensorTile],
-    tiles: Mapping[str, TensorTile],
-    hashed: set[str],
-) -> Path:
-    """Return the path of a file, once it is checked. A rank that takes slices of its tensors does not read the others
-    for the hash, which rank 0 compared as it chose the checkpoint: only the size is compared again."""
-    file = index.files[key]
-    sliced = any(tile.ranges != tiles[name].ranges for name, tile in stored.items())
-    if key not in hashed and not sliced and (not file.tiles or stored.keys() == file.tensors.keys()):
-        hashed.add(key)
-        return check_file(place, index, key)
-    path = place / key
-    if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
-        raise VerifyError(
-            f"the checkpoint is damaged: {key} is not a plain file of {file.size} bytes",
-            where=str(place),
-            hint="resume from an older checkpoint",
-        )
-    return path
 
 
 class Filling(NamedTuple):

@@ -10,6 +10,7 @@ that have none of that, such as those in memory, go through the cache, which is 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -51,11 +52,12 @@ class FileHome:
         try:
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
                 self._file = os.dup(file.fileno())
-            weakref.finalize(self, os.close, self._file)
+            # At the end of the process threads may still copy, and the system closes the file.
+            weakref.finalize(self, os.close, self._file).atexit = False
             os.posix_fallocate(self._file, 0, self._room)
+            self._direct = _without_cache(self._file)
         except OSError as error:
             raise self._error("make room in", error) from error
-        self._direct = _without_cache(self._file)
 
     def read(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
         try:
@@ -110,7 +112,10 @@ class FileHome:
     def _put(self, piece: memoryview, start: int) -> None:
         written = 0
         while written < len(piece):
-            written += os.pwrite(self._file, piece[written:], start + written)
+            count = os.pwrite(self._file, piece[written:], start + written)
+            if not count or (count % _BLOCK and self._direct):
+                raise OSError(f"the file takes {start + written + count} bytes and no more")
+            written += count
 
     def _forget(self, start: int, nbytes: int) -> None:
         os.posix_fadvise(self._file, start, nbytes, os.POSIX_FADV_DONTNEED)
@@ -156,10 +161,18 @@ def home_warnings(module: Module) -> Iterator[str]:
 
 
 def _without_cache(file: int) -> bool:
-    """Take the system's cache out of the way to a file; return whether the file system can do that."""
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | direct)
-    except OSError:
+    """Take the system's cache out of the way to a file; return whether the file system can do that. It may refuse the
+    flag, or only what is read and written then, so a block is written and read."""
+    direct, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(file, fcntl.F_GETFL)
+    if not direct:
         return False
-    return bool(direct)
+    with memory_for(_BLOCK) as block:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | direct)
+            if os.pwrite(file, block, 0) == _BLOCK and os.preadv(file, [block], 0) == _BLOCK:
+                return True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    return False

@@ -167,16 +167,17 @@ class HomedItem:
             self._coming = self._lanes.begin(text, COPY_IN, self._home.read, self._memory)
 
     def wait(self) -> None:
-        """Wait until it is on the device."""
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            self._lanes.wait(coming, self.image)
+        """Wait until it is on the device. A copy that failed is an error here each time."""
+        if self._coming is not None:
+            self._lanes.wait(self._coming, self.image)
+            self._coming = None
 
     def store(self, text: str = "") -> None:
         """Begin to copy it to its home."""
         self.wait()
         if self._memory is None:
             raise VerifyError("is to be copied out, and is not on the device", where=self._where)
+        self._await_home()
         self._leaving = self._lanes.begin(text, COPY_OUT, self._home.write, self._memory)
 
     def settle(self) -> None:
@@ -187,11 +188,15 @@ class HomedItem:
     def let_go(self) -> None:
         """Give its memory back, once it is at home."""
         self.wait()
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            self._lanes.wait(leaving, self.image)
+        self._await_home()
         # The memory goes with the last tensor of it.
         self._tensors, self._memory = {}, None
+
+    def _await_home(self) -> None:
+        """Wait for the copy to its home. One that failed is kept: what is at home then may be torn."""
+        if self._leaving is not None:
+            self._lanes.wait(self._leaving, self.image)
+            self._leaving = None
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -209,6 +214,8 @@ class HomedItem:
 
     def newest(self, name: str) -> torch.Tensor:
         """Return the newest contents of a variable, on the device or at home."""
+        if self._coming is not None:
+            self._lanes.result(self._coming, self.image)
         return self._tensors[name] if self._tensors else self._cut(self._home.mapped())[name]
 
     def apart(self) -> dict[str, torch.Tensor]:

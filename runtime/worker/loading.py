@@ -18,7 +18,7 @@ from penstock.ir.graph import GRAD, Var, stage_vars, stepped_vars
 from penstock.ir.memory.items import Image
 from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole_tile
 from penstock.runtime.checkpoint.format import read_index
-from penstock.runtime.checkpoint.resuming import Filling, fill_tiles, load_state
+from penstock.runtime.checkpoint.resuming import Filling, StageFiles, fill_tiles, load_state
 from penstock.runtime.state.homes import HomedItem, Lanes, open_home
 from penstock.runtime.state.settings import Settings
 from penstock.runtime.state.store import NO_SUMS, Store, SummedGradients
@@ -79,12 +79,12 @@ def _load(
         local, stepped_vars(module), version=step, grow=grow, device=device, summed=summed, homed=source.homed
     )
     at_home = {name for item in store.items.values() for name in item.image.variables}
-    hashed = set[str]()
-    _fill(source, store, {name: var for name, var in variables.items() if name not in at_home}, tiles, hashed)
+    files = None if place is None else StageFiles(place, store, tiles)
+    _fill(source, store, {name: var for name, var in variables.items() if name not in at_home}, tiles, files)
     # One item at a time is on the device.
     for item in store.items.values():
         with item.filling():
-            _fill(source, store, {name: variables[name] for name in item.image.variables}, tiles, hashed)
+            _fill(source, store, {name: variables[name] for name in item.image.variables}, tiles, files)
     return store
 
 
@@ -93,9 +93,9 @@ def _fill(
     store: Store,
     variables: Mapping[str, Var],
     tiles: Mapping[str, TensorTile],
-    hashed: set[str],
+    files: StageFiles | None,
 ) -> None:
-    """Fill the variables of a store: from the bundle, or from a checkpoint whose files may be `hashed` already."""
+    """Fill some variables of a store: from the bundle, or from the files of a checkpoint."""
     for name, var in variables.items():
         if var.role == GRAD:
             continue
@@ -104,7 +104,7 @@ def _fill(
         elif var.init == "zeros":
             store.newest(name).zero_()
     _fill_tables(variables, source.tables, store, tiles)
-    if source.place is None:
+    if files is None:
         fill_tiles(
             source.bundle.weights_file(source.stage),
             {
@@ -114,7 +114,7 @@ def _fill(
             },
         )
     else:
-        load_state(source.place, store, variables, tiles, hashed)
+        load_state(files, store, variables)
 
 
 def _fill_tables(variables: Mapping[str, Var], tables: Settings, store: Store, tiles: Mapping[str, TensorTile]) -> None:

@@ -110,7 +110,7 @@ class HandBundle:
 
     def rank(self, rank: int) -> SimpleNamespace:
         """Return what is listed of a rank."""
-        return SimpleNamespace(rank=rank, stage=self.module.rank_stages()[rank])
+        return SimpleNamespace(rank=rank, stage=self.module.rank_stages()[rank], device=f"cpu:{rank}")
 
     def weights_file(self, stage: int) -> Path:
         """Return the file with the weights of a stage."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from penstock.backends.bundle.tensor_file import map_tensors, write_tensors
 from penstock.inspection.exports.weights import export_parameters
 from penstock.inspection.weights import checkpoint_arrays
+from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.sharding.tiles import copy, cut, packed_tile, seat_of, tile_of, whole_tile
 from penstock.ir.types import parse_type
 from penstock.runtime.checkpoint import format as checkpoints
@@ -197,6 +199,32 @@ def test_each_rank_reads_its_own_bytes(tmp_path, monkeypatch, name):
                 )
                 or sum(array.nbytes for array in map_tensors(path).values()) <= own
             )
+
+
+def test_files_of_tiles_are_hashed_once_where_state_comes_item_by_item(tmp_path, monkeypatch):
+    """A changed byte of a file that the rank takes whole is refused. The control: a rank that takes less goes on."""
+    module = plan(1, ("tp", 2))
+    place = save(HandBundle(module, tmp_path / "bundle"), tmp_path / "ckpt")
+    states = [name for name in module.vars if name.endswith("momentum")]
+    at_home = {n: replace(module.vars[n], home="disk", chunk=i % 3) for i, n in enumerate(states)}
+    cluster = replace(Cluster.local(2), spaces=(Space("disk", path=str(tmp_path)),))
+    bundle = HandBundle(module.but(vars={**module.vars, **at_home}, cluster=cluster), tmp_path / "again")
+    hashed, problems = [], checkpoints.file_problems
+    monkeypatch.setattr(
+        checkpoints, "file_problems", lambda path, *rest: hashed.append(path.name) or problems(path, *rest)
+    )
+    store = bundle.load(0, place)
+    assert len(store.items) == 3
+    assert hashed == ["rank0.safetensors"]
+    momentum = as_array(store.newest("up.momentum"))
+    type = module.vars["up.momentum"].type
+    assert momentum.tobytes() == cut(whole("up.momentum", type, STEP), type, *seat_of(module, 0)).tobytes()
+    content = bytearray((place / "rank0.safetensors").read_bytes())
+    content[-1] ^= 1
+    (place / "rank0.safetensors").write_bytes(content)
+    with pytest.raises(VerifyError, match=r"the checkpoint is damaged: rank0.safetensors"):
+        bundle.load(0, place)
+    HandBundle(plan(1, ("tp", 3)), tmp_path / "three").load(0, place)
 
 
 @pytest.mark.parametrize("room", [10_000, 2_000_000])

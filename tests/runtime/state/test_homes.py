@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import gc
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -127,6 +131,34 @@ def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
         homed.settle()
 
 
+def test_a_copy_that_failed_is_an_error_of_all_that_follows(tmp_path) -> None:
+    """What is at home is torn then, and nothing reads it as if it were whole."""
+    home = LateHome(Space("disk", path=str(tmp_path)), image().nbytes)
+    home.may.set()
+    homed = HomedItem(image(), home, Lanes())
+    with homed.filling():
+        homed.tensor("a").fill_(1)
+    homed.bring()
+    homed.wait()
+    homed.tensor("a").fill_(2)
+    home.failure = "the disk is full"
+    homed.store()
+    for again in (homed.settle, homed.let_go, homed.let_go, homed.settle, homed.apart, homed.store):
+        with pytest.raises(PenstockError, match="the disk is full"):
+            again()
+    assert homed.newest("a").unique().tolist() == [2]  # what the device has is whole
+
+
+def test_a_copy_in_that_failed_is_an_error_of_all_that_follows() -> None:
+    home = SlowHome("the disk is gone")
+    home.may.set()
+    homed = HomedItem(image(), home, Lanes())
+    homed.bring()
+    for again in (homed.wait, homed.wait, homed.store, homed.let_go, lambda: homed.newest("a")):
+        with pytest.raises(PenstockError, match="the disk is gone"):
+            again()
+
+
 def mapped_bytes() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
@@ -237,6 +269,59 @@ def test_what_is_written_stands_in_no_cache(tmp_path) -> None:
     mapped = home.mapped()
     assert mapped[0] == 7
     assert cached_pages(mapped) > 0
+
+
+def refused(file: int) -> None:
+    """Refuse to read and write without the cache, as some file systems do although they take the flag."""
+    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_file_system_that_refuses_direct_pieces_goes_by_the_cache(tmp_path, monkeypatch) -> None:
+    """The control: any other error of the first block is one of the home."""
+    read, write = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, *how: refused(file) or write(file, *how))
+    monkeypatch.setattr(os, "preadv", lambda file, *how: refused(file) or read(file, *how))
+    home, memory, back = FileHome(Space("disk", path=str(tmp_path)), 8192), memory_for(8192), memory_for(8192)
+    memory[5000:5003] = b"abc"
+    home.write(memoryview(memory))
+    home.read(memoryview(back))
+    assert back[:] == memory[:]
+
+    def fails(*how: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(PenstockError, match=r"cannot make room in memory space disk.*Input/output error"):
+        FileHome(Space("disk", path=str(tmp_path)), 8192)
+
+
+def test_a_file_that_takes_no_more_is_an_error(tmp_path, monkeypatch) -> None:
+    home, asked = FileHome(Space("disk", path=str(tmp_path)), 8192), []
+
+    def nothing(*how: object) -> int:
+        assert len(asked) < 3, "asked without end"
+        asked.append(how)
+        return 0
+
+    monkeypatch.setattr(os, "pwrite", nothing)
+    with pytest.raises(PenstockError, match=r"cannot write to memory space disk.*the file takes 0 bytes and no more"):
+        home.write(memoryview(memory_for(8192)))
+
+
+def test_a_file_is_closed_with_its_home_and_not_before_threads_end(tmp_path, monkeypatch) -> None:
+    made, finalize = [], weakref.finalize
+    monkeypatch.setattr(weakref, "finalize", lambda *how: made.append(finalize(*how)) or made[-1])
+    home = FileHome(Space("disk", path=str(tmp_path)), 4096)
+    file = home._file
+    (closing,) = [one for one in made if one.alive and one.peek()[0] is home]
+    assert not closing.atexit
+    os.fstat(file)
+    del home
+    gc.collect()
+    assert not closing.alive
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def cached_pages(memory: mmap.mmap) -> int:
