@@ -36,7 +36,7 @@ from penstock.models import write_mlp
 from penstock.passes import pipelines
 from penstock.passes.pipelines import PipelineEntry
 
-LAYERS, WIDTH, ROWS = 8, 1024, 2048
+LAYERS, WIDTH, ROWS = 8, 1024, 4096
 NAMES = ("n1", "n2")
 WITH, WITHOUT = "with overlap", "without"
 MOST, LEAST = 0.25, 0.75
