@@ -20,7 +20,10 @@ from penstock.verification.bisect.sources import _Renamed
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("turns")
     file = write_decoder(folder / "model.onnx", DecoderForm(bits=4))
-    words = ["--generate", "--context", "20", "--sequences", "2"]
+    # One thread, as all tests here: code for another number of threads would run in a process without what is patched.
+    cluster = folder / "cluster.toml"
+    cluster.write_text('[[device]]\nname = "cpu:0"\nthreads = 1\n', encoding="utf-8")
+    words = ["--generate", "--context", "20", "--sequences", "2", "--cluster", str(cluster)]
     assert main(["compile", str(file), "-o", str(folder / "b"), *words]) == 0
     return folder / "b"
 
