@@ -9,13 +9,14 @@ from typing import NamedTuple, ParamSpec
 from penstock.ir.attrs import Attr, Scalar, print_literal
 from penstock.ir.schedule_names import INFERENCE
 from penstock.passes.communicate.communicate import CommunicateOptions, communicate
-from penstock.passes.communicate.overlap import OverlapOptions, overlap
+from penstock.passes.communicate.overlap import OverlapOptions
 from penstock.passes.communicate.wire import WireOptions, check_wire, wire
 from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.passes.kernels.libraries import LibrariesOptions, libraries
 from penstock.passes.lengths.bound import BoundOptions, bound
 from penstock.passes.memory.lifetimes import LifetimesOptions, lifetimes
 from penstock.passes.memory.offload import OffloadOptions, offload
+from penstock.passes.memory.overlap_that_fits import overlap_that_fits
 from penstock.passes.memory.recompute import RecomputeOptions, recompute
 from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.partition.split import SplitOptions, split
@@ -60,7 +61,7 @@ PASSES: dict[str, Pass] = {
         Pass("offload", offload, OffloadOptions, needs=("wired",)),
         Pass("libraries", libraries, LibrariesOptions, needs=("staged",)),
         Pass("recompute", recompute, RecomputeOptions, needs=("wired",)),
-        Pass("overlap", overlap, OverlapOptions, needs=("staged",)),
+        Pass("overlap", overlap_that_fits, OverlapOptions, needs=("staged",)),
         Pass("fuse", fuse, FuseOptions, needs=("staged",), gives=("fused",)),
     )
 }

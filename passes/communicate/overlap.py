@@ -18,7 +18,8 @@ collectives, which move one after the other, and no more, because both take memo
 
 Kept are the order of what reads and what changes one variable, and of definition and use. So results are the same to
 the last bit. Where a move would let the largest sum of temporaries alive at once grow by more than `growth`, fewer
-products are put off, or none. Beside that, there may be one more gathered weight, and one more gradient.
+products are put off, or none. With growth, there may be one more gathered weight and one more gradient besides;
+passes/memory/overlap_that_fits.py looks whether devices have room for them.
 
 Limits: inside of a team work and bytes are compared by fixed rates (_RATES), those of a core and of memory that two
 processes share; over replicas by those of the cluster. A graph without products beside its collectives stays as it is.
@@ -173,7 +174,7 @@ class _Order:
         self.work = [0.0 if op.kind in EXCHANGES else _work(op) for op in graph.ops]
         self._products_put_off = 0
         self.temporaries = _Temporaries(graph.ops, (*graph.ins, *graph.results))
-        self.limit = self.temporaries.peak(self.order) * (1 + growth)
+        self.grows, self.limit = growth > 0, self.temporaries.peak(self.order) * (1 + growth)
         # Of collectives over replicas, what each moves, and those that an operation waits for; and what others hide.
         self.sent = {
             i: sent_bytes(self.ops[i], replicas) + rates.meeting for i in self.collectives if self._of_replicas(i)
@@ -292,8 +293,9 @@ class _Order:
         for it and memory allows."""
         gathers = {i: needed for i in self.sent if (needed := self._of_variable(i)) is not None}
         sums = {i: sinks for i in self.sent if (sinks := self._into_variable(i)) is not None}
-        self.limit += max((self.ops[i].outs[0].type.nbytes for i in gathers), default=0)
-        self.limit += max((self.ops[i].ins[0].type.nbytes for i in sums), default=0)
+        if self.grows:
+            self.limit += max((self.ops[i].outs[0].type.nbytes for i in gathers), default=0)
+            self.limit += max((self.ops[i].ins[0].type.nbytes for i in sums), default=0)
         waits = self._waits(self.order)
         for collective in sorted({*gathers, *sums}, key=self._read_at):
             # Where all together wait as long, those that come later may still be moved.

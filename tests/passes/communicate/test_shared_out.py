@@ -13,6 +13,7 @@ from oracles.sharding.team_runs import run_parts
 import penstock as ps
 from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
 from penstock.ir.graph import Module
+from penstock.ir.memory.predict import measure_memory
 from penstock.ir.ops import EXCHANGES
 from penstock.ir.verify.verifier import check
 from penstock.models import write_mlp
@@ -21,6 +22,7 @@ from penstock.passes.communicate.overlap import live_peak
 from penstock.passes.pipelines import PipelineEntry
 from penstock.passes.simulator.exchanges import collective_times
 from penstock.passes.simulator.machine import Route
+from penstock.support.errors import DoesNotFit
 
 LAYERS, WIDTH, ROWS, FLOPS = 8, 64, 2048, 1e9
 # A product takes longer than half of a weight on the link, by this.
@@ -34,14 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ps.Model:
     return ps.from_onnx(write_mlp(folder / "mlp.onnx", (WIDTH,) * (LAYERS + 1), batch=ROWS, seed=1))
 
 
-def planned(model: ps.Model, level: int = 3, precision: str = "f32") -> Module:
-    devices = tuple(
-        Device(f"cpu:{i}", host=f"n{i}", flops=FLOPS, bandwidth=1e12, overhead=0.0, efficiency=(), threads=1)
-        for i in range(2)
-    )
+def planned(model: ps.Model, memory: int = 0) -> Module:
+    rates = {"flops": FLOPS, "bandwidth": 1e12, "overhead": 0.0, "efficiency": ()}
+    spaces = (("ram", memory),) if memory else ()
+    devices = tuple(Device(f"cpu:{i}", host=f"n{i}", threads=1, spaces=spaces, **rates) for i in range(2))
     cluster = Cluster(devices, classes=(LinkClass("other-host", RATE, 0.0),))
-    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=1e-3), microbatches=2, precision=precision)
-    return ps.plan(model, cluster, training, replicas=2, zero=level).module
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=1e-3), microbatches=2)
+    return ps.plan(model, cluster, training, replicas=2, zero=3, recompute="none").module
 
 
 def exposed(module: Module) -> float:
@@ -77,6 +78,21 @@ def test_memory_grows_by_a_weight_and_a_gradient_at_most(model: ps.Model, monkey
         assert peaks[1] <= peaks[0] * 1.125 + 2 * weight, name
         kinds = [[op.kind for op in m.graphs[name].ops if op.kind in EXCHANGES] for m in (before, after)]
         assert sorted(kinds[0]) == sorted(kinds[1])
+
+
+def test_a_plan_that_fits_is_not_refused_for_it(model: ps.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices with room for the order before, and a byte more than none for the weight and gradient besides."""
+    roomy = measure_memory(planned(model))[0].peak
+    with monkeypatch.context() as patch:
+        without(patch)
+        least = measure_memory(planned(model))[0].peak
+    assert least < roomy
+    for memory in (least, (least + roomy) // 2, roomy):
+        module = planned(model, memory=memory)
+        assert measure_memory(module)[0].peak <= memory
+    assert exposed(planned(model, memory=roomy)) <= 0.25
+    with pytest.raises(DoesNotFit):
+        planned(model, memory=least - 1)
 
 
 def test_no_bit_changes(model: ps.Model, monkeypatch: pytest.MonkeyPatch) -> None:

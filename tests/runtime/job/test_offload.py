@@ -70,15 +70,20 @@ def test_packs_train_bit_for_bit_the_same(mlp, packs, tmp_path):
     assert trained(ps.compile(plan, tmp_path / "sgd", backend="numpy"))[0] != expected[0]
 
 
+def traced(bundle, file):
+    """Run three batches with a trace in a file, and return the module with the copies of each rank."""
+    with Job(open_bundle(bundle), timeout=60, trace=True) as job:
+        list(job.run(batches_of(job.bundle, 3)))
+        write_trace(file, job.traces, module=job.module, held=job.held, copies=job.copies)
+        return job.module, job.copies
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_stage_per_rank_trains_the_same_and_holds_what_was_planned(mlp, tmp_path, schedule):
     """Block by block after every action, with updates of one batch in the list of the next."""
     whole, away = away_everywhere(mlp, tmp_path, schedule)
     same(trained(away), trained(whole))
-    with Job(open_bundle(away), timeout=60, trace=True) as job:
-        list(job.run(batches_of(job.bundle, 3)))
-        write_trace(tmp_path / "trace.json", job.traces, module=job.module, held=job.held, copies=job.copies)
-        module, copies = job.module, job.copies
+    module, copies = traced(away, tmp_path / "trace.json")
     for rank, trace in enumerate(read_trace(tmp_path / "trace.json")):
         planned, measured = planned_beside(module, rank, trace), measured_account(module, rank, trace)
         assert first_difference(planned, measured) is None
@@ -119,10 +124,7 @@ def test_chunks_train_the_same_and_are_held_as_planned(chunks, tmp_path, schedul
     )
     whole, away = bundles
     same(trained(away), trained(whole))
-    with Job(open_bundle(away), timeout=60, trace=True) as job:
-        list(job.run(batches_of(job.bundle, 3)))
-        write_trace(tmp_path / "trace.json", job.traces, module=job.module, held=job.held, copies=job.copies)
-        module, copies = job.module, job.copies
+    module, copies = traced(away, tmp_path / "trace.json")
     for rank, trace in enumerate(read_trace(tmp_path / "trace.json")):
         planned, measured = planned_beside(module, rank, trace), measured_account(module, rank, trace)
         assert first_difference(planned, measured) is None

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,8 +107,9 @@ class LateHome(FileHome):
         super().write(memory, moved)
 
 
-def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
-    home = LateHome(Space("disk", path=str(tmp_path)), image().nbytes)
+def changed_on_the_device(folder: Path) -> tuple[LateHome, HomedItem]:
+    """Return a home that has ones, and its item, which has twos on the device."""
+    home = LateHome(Space("disk", path=str(folder)), image().nbytes)
     home.may.set()
     homed = HomedItem(image(), home, Lanes())
     with homed.filling():
@@ -115,6 +117,11 @@ def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
     homed.bring()
     homed.wait()
     homed.tensor("a").fill_(2)
+    return home, homed
+
+
+def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
+    home, homed = changed_on_the_device(tmp_path)
     home.may.clear()
     homed.store()
     assert homed._cut(home.copied().mapped())["a"].unique().tolist() == [
@@ -133,14 +140,7 @@ def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
 
 def test_a_copy_that_failed_is_an_error_of_all_that_follows(tmp_path) -> None:
     """What is at home is torn then, and nothing reads it as if it were whole."""
-    home = LateHome(Space("disk", path=str(tmp_path)), image().nbytes)
-    home.may.set()
-    homed = HomedItem(image(), home, Lanes())
-    with homed.filling():
-        homed.tensor("a").fill_(1)
-    homed.bring()
-    homed.wait()
-    homed.tensor("a").fill_(2)
+    home, homed = changed_on_the_device(tmp_path)
     home.failure = "the disk is full"
     homed.store()
     for again in (homed.settle, homed.let_go, homed.let_go, homed.settle, homed.apart, homed.store):
