@@ -101,7 +101,7 @@ SECTIONS = {
         "--threads 2 --rounds 5 --compile-limit 0 --models resnet50-infer mlp-infer cnn-infer",
         "--only infer --threads 2 --rounds 9 --compile-limit 60",
     ),
-    "startup": Section("startup.py", "--rounds 1 --ranks", "--rounds 5", "--rounds 11"),
+    "startup": Section("startup.py", "--rounds 1 --ranks --limit 60", "--rounds 5", "--rounds 11"),
     "compiling": Section("compile_time.py", f"{_LITTLE} --tvm --run", f"{_SMALL} --tvm --torch", "--tvm --torch"),
     "transport": Section(
         "transport.py",

@@ -11,8 +11,13 @@ holds for each group of the rank what it says to the other members:
 
 and behind all groups the blocks. A member writes its blocks, then the entry with the number last. The others look at
 that number until it is there, at first without a pause, then with longer and longer ones. They read the blocks in
-place, add them up and mark the turn. A block is used again once all receivers have marked it. Nothing is allocated
-again for a turn of a size that was there before. So a small all_reduce takes two writes and two reads.
+place, add them up and mark the turn. A block is used again once all receivers have marked it. So a small all_reduce
+takes two writes and two reads.
+
+Of each size a member has the most blocks that it had under way at once, and one to spare. It is under way from its
+entry until this member itself marks the turn. Where all of them are unread, the member is ahead of the others and
+waits. Members do turns in the same order, so the last of them always has a block: the others have marked all that it
+has marked.
 
 The end of a process ends its sockets, which the others look at while they wait.
 
@@ -201,6 +206,9 @@ class SharedGroup:
         self._text = self._words.cast("B")
         self._others = {member: _Member(board, board.words(number)) for member, board in boards.items()}
         self._pool: dict[int, list[_Block]] = {}
+        # The turns whose blocks are under way, with the bytes of these; the most of a size that were so at once.
+        self._under_way: dict[int, int] = {}
+        self._most: dict[int, int] = {}
         # The receivers of the last turn in each entry.
         self._receivers: dict[int, tuple[int, ...]] = {}
         self._lines = select.poll()
@@ -264,6 +272,7 @@ class SharedGroup:
         entry = turn % _TURNS
         for member in blocks.sources:
             self._words[_FIRST_MARK + member * _TURNS + entry] = turn
+        self._under_way.pop(turn, None)
         if blocks.lent:
             self._until(blocks.receivers, lambda member: self._mark(member, entry) >= turn)
 
@@ -285,17 +294,25 @@ class SharedGroup:
             raise MemberElsewhere(member, said.decode(errors="replace"))
 
     def _block(self, nbytes: int, turn: int, receivers: tuple[int, ...]) -> _Block:
-        """Return memory that no receiver is going to read, new memory if there is none."""
+        """Return memory that no receiver is going to read. New memory only up to one block more than are under way."""
         blocks = self._pool.setdefault(nbytes, [])
-        for block in blocks:
-            entry = block.turn % _TURNS
-            if all(self._mark(member, entry) >= block.turn for member in block.receivers):
-                break
-        else:
+        self._under_way[turn] = nbytes
+        at_once = sum(each == nbytes for each in self._under_way.values())
+        most = self._most[nbytes] = max(self._most.get(nbytes, 0), at_once)
+        block = next((block for block in blocks if not self._unread(block)), None)
+        if block is None and len(blocks) > most:
+            block = min((each for each in blocks if each.turn not in self._under_way), key=lambda each: each.turn)
+            last, entry = block.turn, block.turn % _TURNS
+            self._until(block.receivers, lambda member: self._mark(member, entry) >= last)
+        if block is None:
             block = _Block(*self._own.allocate(nbytes))
             blocks.append(block)
         block.turn, block.receivers = turn, receivers
         return block
+
+    def _unread(self, block: _Block) -> bool:
+        entry = block.turn % _TURNS
+        return any(self._mark(member, entry) < block.turn for member in block.receivers)
 
     def _until(self, members: Sequence[int], ready: Callable[[int], bool]) -> None:
         """Wait until all members are ready."""
