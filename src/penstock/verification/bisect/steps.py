@@ -33,12 +33,15 @@ class Original(Protocol):
     """The framework a model came from.
 
     `values` are tensors in the order in which they are computed, by their names in the IR; those without a name there
-    are left out. `source_of` describes the maker of a value, in the framework's words.
+    are left out. `optimised` are results of its optimiser, if that rounds in other places. `source_of` describes the
+    maker of a value, in the framework's words.
     """
 
     name: str
 
     def values(self, inputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]: ...
+
+    def optimised(self, inputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]: ...
 
     def source_of(self, name: str) -> str: ...
 

@@ -73,6 +73,10 @@ class TorchOriginal:
         final = [_array(x) for x in results[len(results) - len(self.outputs) :]]
         yield from ((name, array) for name, array in zip(self.outputs, final, strict=False) if array is not None)
 
+    def optimised(self, inputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+        """Yield nothing: a program of torch has one way to round."""
+        return iter(())
+
     def source_of(self, name: str) -> str:
         """Describe the call that makes a value."""
         target = self.targets.get(name)
