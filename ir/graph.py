@@ -175,8 +175,7 @@ class Mesh:
         return along
 
     def group(self, place: int, over: Iterable[str]) -> tuple[int, ...]:
-        """Return the places that differ from this one along the axes in `over` alone, itself among them. The first of
-        these axes is major."""
+        """Return the places that differ from this one along axes in `over` alone, and itself; the first is major."""
         axes = [axis for axis in over if self.sizes.get(axis, 1) > 1]
         here, sizes = self.coordinates(place), self.sizes
         places = []
@@ -198,10 +197,11 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the model and where it runs: a device, or a mesh. Each device of a mesh is a rank of its own."""
+    """A part of the model, its device or mesh, and the memory space where what its forwards save may be meanwhile."""
 
     index: int
     place: str
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True)

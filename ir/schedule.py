@@ -22,6 +22,8 @@ Once per batch, with the number of the batch:
                   its optimiser state, or `c0`, a chunk of that; a computation that touches it waits for CI
     L             with an item: lets go of its memory on the device, once CO is done
 
+The item `a0` is what F of a microbatch saved, and CI, CO and L of it are counted by microbatches: `0CO5:a0`.
+
 A stage lies on one rank or on several. Those that run the same microbatches of a batch are a team: they work on each of
 them together. One team of each stage runs a given microbatch, the same one in every batch. Teams are replicas of each
 other: the ranks at one place of all teams have the same part of the stage, and AR sums over these. Mostly a team is one

@@ -6,7 +6,7 @@ One operation per line, so that every error has a line number and `diff` works.
     line      = links | host | space | device | link | mesh | stage | rank | input | output | batch | bound | var | \
 edge | graph | schedule | note                             links to link: see ir/cluster/lines.py
     mesh      = "mesh @" name " (" axis "=" size {", " axis "=" size} ") " device {" " device}
-    stage     = "stage " index " on " place
+    stage     = "stage " index " on " place [" saves to " space]
     rank      = "rank " number " on " device " runs" {" " index}   of every rank, where ranks run several stages
     input     = "input " value                             value  = "%" name " : " type
     output    = "output %" name
@@ -121,7 +121,7 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
     for mesh in module.meshes:
         yield f"  mesh @{mesh.name} ({', '.join(f'{a}={n}' for a, n in mesh.axes)}) {' '.join(mesh.devices)}"
     for stage in module.stages:
-        yield f"  stage {stage.index} on {stage.place}"
+        yield f"  stage {stage.index} on {stage.place}" + (f" saves to {stage.home}" if stage.home else "")
     for rank, stages in enumerate(module.packs):
         yield f"  rank {rank} on {module.stages[stages[0]].place} runs {' '.join(map(str, stages))}"
     for value in module.inputs:
@@ -177,7 +177,7 @@ _VAR = re.compile(
     rf"(?: home ({NAME})(?: chunk (\d+))?)?"
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
-_STAGE = re.compile(rf"stage (\d+) on ({NAME})")
+_STAGE = re.compile(rf"stage (\d+) on ({NAME})(?: saves to ({NAME}))?")
 _PACK = re.compile(rf"rank (\d+) on ({NAME}) runs((?: \d+)+)")
 _OUTPUT = re.compile(rf"output %({NAME})")
 _BATCH = re.compile(rf"batch %({NAME}) (\d{{1,9}}|whole)")
@@ -329,8 +329,8 @@ class _ModuleParser:
         self.meshes.append(Mesh(match[1], tuple((a, int(n)) for a, n in axes), tuple(match[3].split(" "))))
 
     def _stage(self, line: str) -> None:
-        match = _fullmatch(_STAGE, line, "stage INDEX on DEVICE")
-        self.stages.append(Stage(int(match[1]), match[2]))
+        match = _fullmatch(_STAGE, line, "stage INDEX on DEVICE [saves to SPACE]")
+        self.stages.append(Stage(int(match[1]), match[2], match[3] or ""))
 
     def _pack(self, line: str) -> None:
         number, device, stages = _fullmatch(_PACK, line, "rank NUMBER on DEVICE runs STAGE ...").groups()

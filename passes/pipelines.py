@@ -15,7 +15,7 @@ from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.passes.kernels.libraries import LibrariesOptions, libraries
 from penstock.passes.lengths.bound import BoundOptions, bound
 from penstock.passes.memory.lifetimes import LifetimesOptions, lifetimes
-from penstock.passes.memory.offload import OffloadOptions, offload
+from penstock.passes.memory.offload import STATE, OffloadOptions, offload
 from penstock.passes.memory.overlap_that_fits import overlap_that_fits
 from penstock.passes.memory.recompute import RecomputeOptions, recompute
 from penstock.passes.partition.partition import PartitionOptions, partition
@@ -220,10 +220,10 @@ def _running(options: PipelineOptions) -> list[PipelineEntry]:
         _libraries(options.library),
         PipelineEntry(
             "offload",
-            {"space": options.space} if options.space else {},
+            {**({"space": options.space} if options.space else {}), **_moved(options.offload)},
             "before recompute, which need not make room for what is elsewhere; messages stand where they stay",
             options.offload != "none",
-            "--offload state",
+            "--offload",
         ),
         PipelineEntry(
             "recompute",
@@ -236,6 +236,11 @@ def _running(options: PipelineOptions) -> list[PipelineEntry]:
             "lifetimes", {}, "last: sends and receives hold values, and what kernels are made of has no memory"
         ),
     ]
+
+
+def _moved(offload: str) -> dict[str, Attr]:
+    """Return the option of `offload` for what is elsewhere, where it is not state."""
+    return {} if offload in ("none", STATE) else {"what": offload}
 
 
 def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEFAULTS) -> list[PipelineEntry]:

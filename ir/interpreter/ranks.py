@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT
 from penstock.ir.graph import COORDINATE, Mesh, Module
+from penstock.ir.memory.saved_sets import SavedSet
 from penstock.ir.schedule import Action
 from penstock.ir.sharding.tiles import TensorTile, cut, fill, owners, tile_of
 from penstock.ir.types import TensorType
+from penstock.support.errors import VerifyError
 
 from .ops import Array
 from .store import VersionStore
@@ -27,11 +30,29 @@ class InterpretedRank:
         self.coordinates = {f"{COORDINATE}{axis}": np.array(at) for axis, at in mesh.coordinates(place).items()}
         self.step = 0
         self.values: dict[tuple[int, int], dict[str, Array]] = {}
+        # The saved sets that are at home, by stage and microbatch.
+        self.homes: dict[tuple[int, int], dict[str, Array]] = {}
         # Batches whose gradients it has added to a sum that it has not used yet.
         self.waiting: set[int] = set()
 
     def action(self) -> Action | None:
         return self.program[self.step] if self.step < len(self.program) else None
+
+    def move_saved(self, action: Action, saved: SavedSet | None) -> None:
+        """Move the saved set of a microbatch between its home and the device, at once, or let go of it there."""
+        if saved is None:
+            raise VerifyError(f"stage {action.stage} has no {action.item} with a home")
+        held = self.values.setdefault((action.stage, action.mb), {})
+        missing = [name for name in saved.values if name not in held]
+        if action.kind == COPY_IN:
+            held |= self.homes.pop((action.stage, action.mb), {})
+        elif missing:
+            raise VerifyError(f"microbatch {action.mb} does not hold %{missing[0]}, which is moved")
+        elif action.kind == COPY_OUT:
+            self.homes[action.stage, action.mb] = {name: held[name] for name in saved.values}
+        else:
+            for name in saved.values:
+                del held[name]
 
     def part(self, whole: Array, type: TensorType) -> Array:
         """Return this rank's part of a tensor: all of it before `localize`."""

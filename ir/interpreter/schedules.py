@@ -35,6 +35,7 @@ from penstock.ir.graph import (
     summed_vars,
 )
 from penstock.ir.memory.items import stage_images
+from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.memory.update_parts import graph_of
 from penstock.ir.ops import axes_over
 from penstock.ir.schedule import COMPUTE, COPIES, MESSAGES, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
@@ -365,6 +366,9 @@ class _Pipeline:
 
     def _copy(self, rank: InterpretedRank, action: Action) -> bool:
         """Move an item between its home and the device, at once, or let go of it there."""
+        if moves_saved(action):
+            rank.move_saved(action, saved_set(self.module, action.stage))
+            return True
         image, store = stage_images(self.module, action.stage).get(action.item), rank.stores[action.stage]
         if image is None:
             raise VerifyError(f"stage {action.stage} has no {action.item} with a home")

@@ -17,10 +17,13 @@ from penstock.ir.graph import Module, Var, stage_vars, touched_vars
 from penstock.ir.memo import Derived
 from penstock.ir.schedule import COMPUTE, Action
 
+from .saved_sets import most_sets_at_home, saved_set
 from .update_parts import chunk_item, update_parts
 
 # Every variable of an image starts at a multiple of so many bytes, for vector loads.
 ALIGNMENT = 64
+# The batches after which a rank has no more at home than before.
+_BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +102,29 @@ def resident_bytes(module: Module, actions: Iterable[Action]) -> Iterator[int]:
     """Yield after each action of a rank the bytes of items that are on the device."""
     now = 0
     for action in actions:
-        if is_brought(action) or is_let_go(action):
+        if is_brought(action) or is_let_go(action):  # saved sets are values, and in walk.py
             image = stage_images(module, action.stage).get(action.item)
             now += 0 if image is None else image.nbytes * (1 if is_brought(action) else -1)
         yield now
 
 
 def home_bytes(module: Module) -> dict[tuple[str, str], dict[int, int]]:
-    """Return the bytes that ranks have at home in each space, by its name and host, and by rank."""
+    """Return the bytes that ranks have at home in each space, by its name and host, and by rank: items of variables,
+    and as many saved sets as are away at once."""
     held: dict[tuple[str, str], dict[int, int]] = {}
     devices = module.rank_devices()
     for rank, stages in enumerate(module.rank_packs()):
-        for image in (image for stage in stages for image in stage_images(module, stage).values()):
+        images = [image for stage in stages for image in stage_images(module, stage).values()]
+        for space, nbytes in (*((image.space, image.nbytes) for image in images), *_saved(module, rank, stages)):
             host = "" if module.cluster is None else module.cluster.device(devices[rank]).host
-            of_ranks = held.setdefault((image.space, host), {})
-            of_ranks[rank] = of_ranks.get(rank, 0) + image.nbytes
+            of_ranks = held.setdefault((space, host), {})
+            of_ranks[rank] = of_ranks.get(rank, 0) + nbytes
     return held
+
+
+def _saved(module: Module, rank: int, stages: Iterable[int]) -> Iterator[tuple[str, int]]:
+    """Yield the space and the bytes of the saved sets that a rank has at home at once."""
+    for stage in stages:
+        if (saved := saved_set(module, stage)) is not None and module.schedule is not None:
+            actions = module.schedule.expand(rank, _BATCHES)
+            yield saved.space, saved.nbytes * most_sets_at_home(actions, stage)

@@ -8,7 +8,8 @@ What is counted, per stage:
     boundary     values that came from other stages or go to them, from their receive or computation until they are
                  consumed or sent; what is exchanged once per batch, until the update
     data         batches of the stage's inputs that wait in host memory, and blocks of collectives (exchanges.py); for a
-                 stage on a GPU, the buffers on the device that copies and messages go through (passages.py)
+                 stage on a GPU, the buffers on the device that copies and messages go through (passages.py); what
+                 saved sets go through on their way to another space (saved_sets.py)
     workspace    temporaries inside one graph (workspace.py), and blocks that are free at the moment
 After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: the
 runtime does the same.
@@ -37,6 +38,7 @@ from .account import BEFORE, Account, Life, Version
 from .exchanges import exchange_bytes
 from .items import is_brought, is_let_go, resident_bytes, stage_images
 from .passages import passage_bytes
+from .saved_sets import saved_set
 from .touches import Accesses
 from .walk import Walk, actions_of
 
@@ -128,6 +130,7 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     # on it.
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
     data += exchange_bytes(module, rank, stage)
+    data += 0 if (saved := saved_set(module, stage)) is None else saved.gathered
     walk = Walk(module, stage, posts=not _on_gpu(module, rank))
     for _ in walk.follow(a for a in actions_of(module.schedule, rank, BATCHES) if a.stage == stage):
         pass

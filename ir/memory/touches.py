@@ -14,6 +14,7 @@ from penstock.ir.graph import GRAD, Graph, Module, signature, summed_vars
 from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
 
 from .items import stage_images
+from .saved_sets import moves_saved, saved_set
 from .update_parts import computation_of, update_parts
 
 
@@ -67,6 +68,10 @@ class Accesses:
     def _no_values(self, action: Action) -> frozenset[str]:
         return frozenset()
 
+    def _saved_values(self, action: Action) -> frozenset[str]:
+        saved = saved_set(self._module, action.stage) if moves_saved(action) else None
+        return frozenset() if saved is None else frozenset(saved.values)
+
     def _no_buffers(self, action: Action) -> Iterable[tuple[str, int]]:
         return ()
 
@@ -104,6 +109,6 @@ TOUCHED: dict[str, _Touched] = {
     **dict.fromkeys(COMPUTE, _Touched(Accesses._computed_values, Accesses._computed_buffers)),
     **dict.fromkeys((*SENDS, *RECEIVES), _Touched(Accesses._moved_values, Accesses._no_buffers)),
     SUM: _Touched(Accesses._no_values, Accesses._summed_buffers),
-    **dict.fromkeys(COPIES, _Touched(Accesses._no_values, Accesses._item_buffers)),
+    **dict.fromkeys(COPIES, _Touched(Accesses._saved_values, Accesses._item_buffers)),
     **dict.fromkeys((LET_GO, DROP), _Touched(Accesses._no_values, Accesses._no_buffers)),
 }

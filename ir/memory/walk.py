@@ -12,14 +12,29 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from penstock.ir.action_kinds import AGAIN, BACKWARD, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE, WEIGHTS
+from penstock.ir.action_kinds import (
+    AGAIN,
+    BACKWARD,
+    COPY_IN,
+    COPY_OUT,
+    DROP,
+    FORWARD,
+    LET_GO,
+    NORM_PARTS,
+    PARTS,
+    SUM,
+    UPDATE,
+    WEIGHTS,
+)
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import COMPUTE, COPIES, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
+from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
 
 from .account import BEFORE, Life
+from .saved_sets import moves_saved, saved_set
 from .update_parts import computation_of, update_parts
 from .workspace import planned_blocks
 
@@ -58,6 +73,14 @@ class BlockPool:
         if sign > 0 and used > self.most[size]:
             self.most[size] = used
             self.bytes += size
+
+
+class PassingPool(BlockPool):
+    """Blocks that are new each time, and given back to the system."""
+
+    def change(self, size: int, sign: int) -> None:
+        super().change(size, sign)
+        self.bytes = sum(number * nbytes for nbytes, number in self.used.items())
 
 
 # A channel of a rank: the kind of its actions, the peer, and the stage there where ranks run several.
@@ -134,7 +157,9 @@ class Walk:
         # Memory of results and temporaries, of inputs of the module, and of messages; and which of
         # these a value that was not received is in.
         self.made, self.fed, self.messages = BlockPool(), BlockPool(), BlockPool()
-        self.pools = (self.made, self.fed, self.messages)
+        # The memory of saved sets that were elsewhere.
+        self.brought, self.saved_set = PassingPool(), saved_set(module, stage)
+        self.pools = (self.made, self.fed, self.messages, self.brought)
         self._inputs = module.given_names(stage)
         # The values that a graph takes (True) and returns, kept because every call needs them.
         self._stored = {
@@ -197,9 +222,21 @@ class Walk:
         self._linger(action)
 
     def _let_go(self, action: Action) -> None:
-        """Let go of what is computed again. Memory of items is counted beside the walk (items.py)."""
+        """Let go of what is computed again, or of a saved set. Memory of variables is counted beside the walk
+        (items.py)."""
         if not action.item:
             self._keep(action.mb, self.kept[LET_GO])
+        elif moves_saved(action) and self.saved_set is not None:
+            self._keep(action.mb, self.held.get(action.mb, {}).keys() - self.saved_set.values.keys())
+
+    def _bring(self, action: Action) -> None:
+        """Take memory for a saved set: one block, until its last value is dropped."""
+        if moves_saved(action) and self.saved_set is not None:
+            names, nbytes = tuple(sorted(self.saved_set.values)), self.saved_set.nbytes
+            block = _HeldBlock(nbytes, self.brought, names, self.step, len(names), True)
+            self.held.setdefault(action.mb, {}).update(dict.fromkeys(names, block))
+            self.now[True] += nbytes
+            self.brought.change(nbytes, 1)
 
     def _drop(self, action: Action) -> None:
         self._keep(action.mb, set())
@@ -318,7 +355,7 @@ class Walk:
                 self.now[saved] += size
                 pool.change(size, 1)
 
-    def _keep(self, mb: int, names: set[str]) -> None:
+    def _keep(self, mb: int, names: AbstractSet[str]) -> None:
         held = self.held.get(mb, {})
         for name in [n for n in held if n not in names]:
             block = held.pop(name)
@@ -348,7 +385,8 @@ WALKS: dict[str, Callable[[Walk, Action], None]] = {
     UPDATE: Walk._update,
     **{kind: Walk._pass if kind in PER_BATCH else Walk._send for kind in SENDS},
     **dict.fromkeys(RECEIVES, Walk._receive),
-    **dict.fromkeys((SUM, *COPIES), Walk._pass),
+    **dict.fromkeys((SUM, COPY_OUT), Walk._pass),
+    COPY_IN: Walk._bring,
     LET_GO: Walk._let_go,
     DROP: Walk._drop,
 }

@@ -18,6 +18,7 @@ from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDA
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import STATE, Module
 from penstock.ir.memory.items import Image, home_bytes, stage_images, users_of
+from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.memory.update_parts import update_parts
 from penstock.ir.schedule import Action
 from penstock.support.errors import UsageError, VerifyError
@@ -25,17 +26,20 @@ from penstock.support.words import exact_bytes, shown_bytes
 
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs
+from .saved_sets import check_saved_sets
 
 
 def check_items(module: Module) -> Iterator[Problem]:
     """Check what has a home, and every move of it."""
     assert module.schedule is not None
-    if not any(var.home for var in module.vars.values()) and not any(a.item for a in module.schedule.actions()):
+    moving = any(a.item for a in module.schedule.actions())
+    if not moving and not any(var.home for var in module.vars.values()) and not any(s.home for s in module.stages):
         return
     problems = [*_check_homes(module)]
     yield from problems
     if not problems:
         yield from over_runs(module, _check_moves)
+        yield from over_runs(module, check_saved_sets)
 
 
 def _check_homes(module: Module) -> Iterator[Problem]:
@@ -50,24 +54,28 @@ def _check_homes(module: Module) -> Iterator[Problem]:
         except VerifyError as error:
             yield Problem(where, error.what)
             continue
-        images = stage_images(module, stage.index)
+        images, saved = stage_images(module, stage.index), saved_set(module, stage.index)
+        if stage.home and saved is None:
+            yield Problem(where, f"saves to {stage.home}, and its forward saves nothing that could be there")
         for item, image in images.items():
             expected = UPDATE if item == STATE_ITEM else f"{UPDATE}.{item}"
             if users := users_of(module, stage.index, image) - {expected}:
                 yield Problem(where, f"{', '.join(sorted(users))} touches state that is at home in {image.space}")
         if len(spaces := {var.home for image in images.values() for var in image.variables.values()}) > 1:
             yield Problem(where, f"has state in {' and '.join(sorted(spaces))}, expected one space")
-        for device in module.devices_of(stage.index) if module.cluster is not None and images else ():
-            yield from _check_reach(module.cluster, device, next(iter(images.values())), where)
+        names = {image.space for image in images.values()} | ({saved.space} if saved is not None else set())
+        for device in module.devices_of(stage.index) if module.cluster is not None else ():
+            for space in sorted(names):
+                yield from _check_reach(module.cluster, device, space, where)
 
 
-def _check_reach(cluster: Cluster | None, name: str, image: Image, where: str) -> Iterator[Problem]:
+def _check_reach(cluster: Cluster | None, name: str, space: str, where: str) -> Iterator[Problem]:
     assert cluster is not None
     device = cluster.device(name)
     if device.kind != "cpu":
-        yield Problem(where, f"has state at home in {image.space}, but runs on {name}, which is no CPU device")
+        yield Problem(where, f"has a home in {space}, but runs on {name}, which is no CPU device")
     try:
-        cluster.space(image.space, name)
+        cluster.space(space, name)
     except UsageError as error:
         yield Problem(where, error.what, hint=error.hint)
 
@@ -98,6 +106,8 @@ class _Moves:
     def check(self, actions: list[Action]) -> Iterator[Problem]:
         for step, a in enumerate(actions):
             items = self._items.get(a.stage, {})
+            if moves_saved(a):
+                continue
             move, moved = MOVED.get(a.kind) if a.item else None, items.get(a.item)
             if move is not None and moved is None:
                 yield from self._problem("nothing", step, f"stage {a.stage} has no {a.item} with a home")

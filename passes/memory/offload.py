@@ -1,7 +1,9 @@
-"""Give optimiser state a home in another memory space, and move it to the device for its update: the pass `offload`.
+"""Give optimiser state, or what forwards saved, a home in another memory space, and move it to the device for its use:
+the pass `offload`.
 
-In: a wired schedule. Out: variables with a home, and the actions that move them: copy in, update, copy out, let go.
-What is on the device at once depends on what else a rank has to do.
+In: a wired schedule. Out: variables and stages with a home, and the actions that move them: copy in, update, copy out,
+let go. What is on the device at once depends on what else a rank has to do. Saved sets are those of
+saved_elsewhere.py; what follows is about state.
 
 A rank that runs several stages has the state `o` of one of them at a time: `CI:o U CO:o L:o`. That of a stage comes
 when that of the stage before it is let go of. L waits for CO and U for CI, so both stand in the middle of the
@@ -17,28 +19,63 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE
+from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE
 from penstock.ir.graph import Module
-from penstock.ir.memory.items import home_bytes, resident_bytes, stage_images
+from penstock.ir.memory.items import resident_bytes, stage_images
+from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
 from penstock.ir.schedule import ADDERS, SENDS, Action, Program, Schedule
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
+from .saved_elsewhere import with_saved_sets
+
+STATE, ACTIVATIONS, BOTH = KINDS = ("state", "activations", "both")
+# The batches after which a rank has no more at home than before.
+_BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """Options of `offload`. `space` is the home by its name: the first that a device reaches if not given."""
+    """Options of `offload`. `space` is the home by its name: the first that a device reaches if not given. `what` is
+    state, activations, which are what forwards saved, or both."""
 
     space: str = ""
+    what: str = STATE
 
 
 def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Module:
-    """Give optimiser state a home in another memory space, and move it to the device for its update."""
-    schedule = module.schedule
-    if schedule is None or module.cluster is None:
+    """Give optimiser state or saved sets a home in another memory space, and move them to the device for their use."""
+    if options.what not in KINDS:
+        raise UsageError(f"unknown {options.what!r}, expected one of {', '.join(KINDS)}", where="offload")
+    if module.schedule is None or module.cluster is None:
         raise UsageError("the module has no schedule", where="offload", hint="run the schedule pass first")
+    result = module
+    if options.what != STATE:
+        result = _without_saved_sets(result, options.space)
+    if options.what != ACTIVATIONS:
+        result = _without_state(result, options.space)
+    return result.noted("offload", *_notes(result))
+
+
+def _without_saved_sets(module: Module, space: str) -> Module:
+    """Return the module with what forwards saved elsewhere until the backward, where that is a while."""
+    stages = [stage.index for stage in module.stages if module.stage_graph(stage.index, BACKWARD) is not None]
+    result = with_saved_sets(module, {stage: _home(module, stage, space) for stage in stages})
+    if not any(stage.home for stage in result.stages):
+        raise UsageError(
+            "no stage saves what it alone takes for a microbatch that waits for its backward during 3 computations: "
+            "nothing would be gained",
+            where="offload",
+            hint="take more microbatches or more stages, or --offload state",
+        )
+    return result
+
+
+def _without_state(module: Module, space: str) -> Module:
+    """Return the module with optimiser state elsewhere between updates."""
+    schedule = module.schedule
+    assert schedule is not None
     packs = [schedule.stages_of(rank) for rank in schedule.ranks]
     packed = [stage for pack in packs if len(pack) > 1 for stage in pack if movable_state(module, stage)]
     chunks = {
@@ -50,10 +87,10 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
             where="offload",
             hint="take an optimiser that has state, and a model with more than a few parameters on each device",
         )
-    result = with_homes(module, packed, options.space)
+    result = with_homes(module, packed, space)
     for stage, listed in chunks.items():
-        result = with_chunks(result, stage, listed, _home(module, stage, options.space))
-    return result.noted("offload", *_notes(result))
+        result = with_chunks(result, stage, listed, _home(module, stage, space))
+    return result
 
 
 def with_homes(module: Module, stages: Collection[int], space: str = "") -> Module:
@@ -76,7 +113,8 @@ def _home(module: Module, stage: int, space: str) -> str:
     for name in module.devices_of(stage):
         if module.cluster.device(name).kind != "cpu":
             raise UsageError(
-                f"stage {stage} runs on {name}: state of CPU devices alone can be elsewhere", where="offload"
+                f"stage {stage} runs on {name}: what CPU devices alone hold can be elsewhere",
+                where="offload",
             )
         reached = module.cluster.spaces_of(name)
         if not space and not reached:
@@ -152,14 +190,30 @@ def _behind_sends(actions: Sequence[Action], at: int) -> int:
 def _notes(module: Module) -> Iterator[str]:
     """Yield what is elsewhere of each rank, and what that moves."""
     assert module.schedule is not None
-    for (space, _), held in home_bytes(module).items():
-        for rank, nbytes in held.items():
-            images = {stage: stage_images(module, stage) for stage in module.rank_packs()[rank]}
-            chunked = next((len(items) for items in images.values() if STATE_ITEM not in items and items), 0)
+    for rank, stages in enumerate(module.rank_packs()):
+        images = {stage: images for stage in stages if (images := stage_images(module, stage))}
+        if images:
+            space = next(iter(next(iter(images.values())).values())).space
+            chunked = next((len(items) for items in images.values() if STATE_ITEM not in items), 0)
             parts = f" in {counted(chunked, 'chunk')}" if chunked else ""
+            nbytes = sum(image.nbytes for items in images.values() for image in items.values())
             most = max(resident_bytes(module, module.schedule.expand(rank, 2)))
             yield (
-                f"rank {rank}: state of {counted(len([i for i in images.values() if i]), 'stage')}{parts}, "
-                f"{shown_bytes(nbytes)}, is at home in {space}, at most {shown_bytes(most)} of it on the device; a "
-                "batch copies all of it in and out"
+                f"rank {rank}: state of {counted(len(images), 'stage')}{parts}, {shown_bytes(nbytes)}, is at home in "
+                f"{space}, at most {shown_bytes(most)} of it on the device; a batch copies all of it in and out"
             )
+        for stage in stages:
+            yield from _saved_notes(module, rank, stage)
+
+
+def _saved_notes(module: Module, rank: int, stage: int) -> Iterator[str]:
+    schedule, saved = module.schedule, saved_set(module, stage)
+    assert schedule is not None
+    moved = {a.mb % schedule.microbatches for a in schedule.ranks[rank].batch if moves_saved(a) and a.stage == stage}
+    if saved is not None and moved:
+        at_once = most_sets_at_home(schedule.expand(rank, _BATCHES), stage)
+        yield (
+            f"rank {rank}: what stage {stage} saves of {len(moved)} of {schedule.microbatches} microbatches, "
+            f"{shown_bytes(saved.nbytes)} of each, is at home in {saved.space} until the backward, at most "
+            f"{counted(at_once, 'set')} at once; a batch copies {shown_bytes(len(moved) * saved.nbytes)} out and in"
+        )

@@ -92,6 +92,15 @@ class _Choice:
         graphs = {kind: graph for kind in COMPUTE if (graph := self.module.stage_graph(stage, kind)) is not None}
         if not {FORWARD, BACKWARD} <= graphs.keys() or (options.mode == "auto" and not budget):
             return
+        if self.module.stages[stage].home:
+            if options.mode == "all":
+                raise UsageError(
+                    f"what stage {stage} saves is elsewhere until its backward, and cannot be made again as well",
+                    where="recompute",
+                    hint="--offload activations, or --recompute all",
+                )
+            # The verifier says what does not fit.
+            return
         self.fused = self.fused or fuse(self.module, FuseOptions())
         searches = [SavedValuesSearch(self.fused, stage, graphs, device, in_backward=False)]
         if options.mode == "all":

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, SAVED_ITEM
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import is_let_go, stage_images, users_of
+from penstock.ir.memory.saved_sets import saved_set
 from penstock.ir.schedule import COPIES, Action, Schedule
 
 from .machine import Copy, Route
@@ -21,6 +22,8 @@ from .moving import RankPair, move
 from .result import Message
 from .sharing import Sharing
 
+# The last copy of an item in one direction: rank, stage, kind, item, and the microbatch that a saved set is of.
+_Key = tuple[int, int, str, str, int]
 # The first number of the key of a lane, whose rank and direction follow.
 _LANE = -2
 
@@ -33,17 +36,18 @@ def copies_of(module: Module) -> Callable[[int, Action], Copy]:
         for stage in module.stages
         for item, image in stage_images(module, stage.index).items()
     }
-    users = {key: users_of(module, key[0], image) for key, image in images.items()}
+    moved = {key: (image.space, image.nbytes, users_of(module, key[0], image)) for key, image in images.items()}
+    for stage in module.stages:
+        if (saved := saved_set(module, stage.index)) is not None:
+            moved[stage.index, SAVED_ITEM] = (saved.space, saved.nbytes, saved.users)
 
     def copied(rank: int, action: Action) -> Copy:
-        image = images.get((action.stage, action.item))
-        if image is None or cluster is None:
+        if (stored := moved.get((action.stage, action.item))) is None or cluster is None:
             return Copy()
-        space, host = cluster.space(image.space, devices[rank]), cluster.device(devices[rank]).host
+        name, nbytes, users = stored
+        space, host = cluster.space(name, devices[rank]), cluster.device(devices[rank]).host
         way = f"{space.name}>{host}" if action.kind == COPY_IN else f"{host}>{space.name}"
-        return Copy(
-            Route(((way, space.bandwidth),), space.latency), float(image.nbytes), users[action.stage, action.item]
-        )
+        return Copy(Route(((way, space.bandwidth),), space.latency), float(nbytes), users)
 
     return copied
 
@@ -73,8 +77,8 @@ class Copies:
                     for user in copy.users if action.kind == COPY_IN else ():
                         items = self._touched.setdefault((rank, action.stage, user), [])
                         items += [action.item] if action.item not in items else []
-        self._begun: dict[tuple[int, int, str, str], _Begun] = {}
-        self._awaited: set[tuple[int, int, str, str]] = set()
+        self._begun: dict[_Key, _Begun] = {}
+        self._awaited: set[_Key] = set()
 
     def lanes(self) -> Iterator[tuple[tuple[int, ...], Route]]:
         """Yield the way of every rank in each direction, with its key."""
@@ -90,7 +94,7 @@ class Copies:
     ) -> None:
         """Begin the copy of an action at a place: rank and position."""
         rank, position = place
-        key = (rank, action.stage, action.kind, action.item)
+        key = _key(rank, action, action.kind, action.item)
         self._begun[key] = _Begun(math.inf, None)
 
         def arrive(begun: float, end: float) -> None:
@@ -108,15 +112,15 @@ class Copies:
         entered in `messages`."""
         rank = place[0]
         if is_let_go(action):
-            keys = [(rank, action.stage, COPY_OUT, action.item)]
+            keys = [_key(rank, action, COPY_OUT, action.item)]
         else:
             items = self._touched.get((rank, action.stage, action.computation), ())
-            keys = [(rank, action.stage, COPY_IN, item) for item in items]
+            keys = [_key(rank, action, COPY_IN, item) for item in items]
         return any(self._waits_for(key, place, now, messages) for key in keys)
 
     def _waits_for(
         self,
-        key: tuple[int, int, str, str],
+        key: _Key,
         place: tuple[int, int],
         now: float,
         messages: dict[tuple[int, int], Message],
@@ -132,6 +136,10 @@ class Copies:
             return True
         messages[place] = begun.message
         return False
+
+
+def _key(rank: int, action: Action, kind: str, item: str) -> _Key:
+    return rank, action.stage, kind, item, action.mb if item == SAVED_ITEM else -1
 
 
 def _lane(rank: int, action: Action) -> tuple[int, ...]:

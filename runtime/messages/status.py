@@ -61,8 +61,9 @@ def describe(action: Action) -> str:
     """Describe an action in words, for messages."""
     peer = "" if action.peer is None else f" {'from' if action.kind in RECEIVES else 'to'} rank {action.peer}"
     if action.kind == LET_GO and action.item:
-        return f"{action} (letting go of what is at home of batch {action.mb})"
-    return f"{action} ({WORDS[action.kind]} {action.mb}{peer})"
+        return f"{action} (letting go of what is at home of {'batch' if action.once else 'microbatch'} {action.mb})"
+    words = WORDS[action.kind] if action.once or not action.item else f"{WORDS[action.kind][:-5]}microbatch"
+    return f"{action} ({words} {action.mb}{peer})"
 
 
 def describe_line(text: str) -> str:

@@ -70,10 +70,22 @@ class FileHome:
             raise self._error("read from", error) from error
 
     def write(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+        self._write(lambda start, size: memory[start : start + size], moved)
+
+    def write_pieces(
+        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[], None] = lambda: None
+    ) -> None:
+        def piece(start: int, size: int) -> memoryview:
+            fill(start, size)
+            return memory[:size]
+
+        self._write(piece, moved)
+
+    def _write(self, piece: Callable[[int, int], memoryview], moved: Callable[[], None]) -> None:
         unflushed = 0
         try:
             for start, size in self._pieces():
-                self._put(memory[start : start + size], start)
+                self._put(piece(start, size), start)
                 end = start + size
                 if not self._direct and (end - unflushed >= _FLUSHED or end >= self._room):
                     os.fdatasync(self._file)
@@ -150,7 +162,7 @@ def in_memory(folder: str) -> str:
 
 def home_warnings(module: Module) -> Iterator[str]:
     """Yield what is wrong with the folders of spaces that a module has homes in, as far as this host can tell."""
-    names = {var.home for var in module.vars.values() if var.home}
+    names = {*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages)}
     for space in () if module.cluster is None else module.cluster.spaces:
         folder = folder_of(space)
         if space.name in names and (kind := in_memory(folder)):

@@ -15,7 +15,7 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
@@ -25,7 +25,8 @@ import torch
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT
 from penstock.ir.cluster.cluster import Space
 from penstock.ir.memory.items import Image
-from penstock.ir.types import LONG_NAMES
+from penstock.ir.memory.saved_sets import SavedSet
+from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.runtime.messages.ledger import CopyTimes
 from penstock.support.errors import PenstockError, VerifyError
 from penstock.support.words import shown_bytes
@@ -39,6 +40,11 @@ class Home(Protocol):
     def read(self, memory: memoryview, moved: Callable[[], None] = ...) -> None: ...
     def write(self, memory: memoryview, moved: Callable[[], None] = ...) -> None: ...
 
+    def write_pieces(
+        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[], None] = ...
+    ) -> None:
+        """Write an image that is never whole: `fill` puts the bytes from a place on into the memory, so many."""
+
     def mapped(self) -> mmap.mmap:
         """Return what is at home as memory, without a copy."""
 
@@ -51,7 +57,9 @@ def open_home(space: Space, nbytes: int) -> Home:
     return FileHome(space, nbytes)
 
 
-class _Copying(NamedTuple):
+class Copying(NamedTuple):
+    """A copy that goes on: its name, its direction, and the times of its begin and end once they are known."""
+
     text: str
     kind: str
     times: Future[tuple[float, float]]
@@ -101,7 +109,7 @@ class Lanes:
 
     def begin(
         self, text: str, kind: str, copy: Callable[[memoryview, Callable[[], None]], None], memory: mmap.mmap
-    ) -> _Copying:
+    ) -> Copying:
         """Begin a copy; its result are the times of its begin and its end."""
         lane = self._lanes[kind]
 
@@ -111,16 +119,16 @@ class Lanes:
                 copy(view, lane.moved)
             return begun, time.monotonic()
 
-        return _Copying(text, kind, lane.submit(run))
+        return Copying(text, kind, lane.submit(run))
 
-    def wait(self, copying: _Copying, image: Image) -> None:
+    def wait(self, copying: Copying, image: Image | SavedSet) -> None:
         """Wait for a copy, and write down its times."""
         began_to_wait = time.monotonic()
         begun, ended = self.result(copying, image)
         if self.done is not None:
             self.done.append(CopyTimes(copying.text, image.nbytes, begun, ended, max(0.0, ended - began_to_wait)))
 
-    def result(self, copying: _Copying, image: Image) -> tuple[float, float]:
+    def result(self, copying: Copying, image: Image | SavedSet) -> tuple[float, float]:
         """Return the times of a copy; an error where nothing of its lane moves any more."""
         lane, since = self._lanes[copying.kind], time.monotonic()
         while True:
@@ -146,8 +154,8 @@ class HomedItem:
         self.image, self._home, self._lanes = image, home, lanes
         self._memory: mmap.mmap | None = None
         self._tensors: dict[str, torch.Tensor] = {}
-        self._coming: _Copying | None = None
-        self._leaving: _Copying | None = None
+        self._coming: Copying | None = None
+        self._leaving: Copying | None = None
 
     @property
     def is_here(self) -> bool:
@@ -225,14 +233,20 @@ class HomedItem:
         return self._cut(self._home.copied().mapped())
 
     def _cut(self, memory: mmap.mmap) -> dict[str, torch.Tensor]:
-        whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.image.nbytes)
-        tensors = {}
-        for name, var in self.image.variables.items():
-            start = self.image.places[name]
-            part = whole[start : start + var.type.nbytes]
-            tensors[name] = part.view(getattr(torch, LONG_NAMES[var.type.dtype])).view(var.type.dims)
-        return tensors
+        types = {name: var.type for name, var in self.image.variables.items()}
+        return cut(memory, self.image.nbytes, types, self.image.places)
 
     @property
     def _where(self) -> str:
         return f"@{min(self.image.variables)} and {len(self.image.variables) - 1} more"
+
+
+def cut(
+    memory: mmap.mmap, nbytes: int, types: Mapping[str, TensorType], places: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that lie one behind the other in memory, by their names."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    return {
+        name: whole[places[name] : places[name] + t.nbytes].view(getattr(torch, LONG_NAMES[t.dtype])).view(t.dims)
+        for name, t in types.items()
+    }

@@ -27,6 +27,7 @@ from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_s
 from penstock.ir.collective_calls import coordinates_of
 from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value
 from penstock.ir.liveness import changed_vars
+from penstock.ir.memory.saved_sets import moves_saved
 from penstock.ir.memory.walk import LOOK_AHEAD
 from penstock.ir.schedule import (
     ADDERS,
@@ -43,6 +44,7 @@ from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.held import hold_weights
+from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import Settings, learning_rate, settings_of
 from penstock.runtime.state.store import CPU, Recycled, Store, as_array, fill
 from penstock.runtime.telemetry.device_memory import DeviceMemory
@@ -70,7 +72,8 @@ class Conduct:
     """The way an executor works. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables
     are those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each
     action, and raises errors of threads beside the loop. `exchange` does the collectives of the stage. `stage` is
-    one of the rank's, its first if not given, and `stages` gets the executors of all of them. `sizes` are the modules
+    one of the rank's, its first if not given, and `stages` gets the executors of all of them; `saved_sets`
+    has what forwards of the stage saved, where that is elsewhere. `sizes` are the modules
     of all sizes of the model by rung, the largest first, and `called` gives the names of a rung's graphs in the
     library; of one size they are not needed."""
 
@@ -85,6 +88,7 @@ class Conduct:
     check: Callable[[], None] = lambda: None
     exchange: RankExchange | None = None
     stage: int | None = None
+    saved_sets: SavedSets | None = None
     stages: dict[int, Executor] | None = None
     sizes: Mapping[str, Module] = field(default_factory=dict)
     called: Callable[[str], Callable[[str], str]] = lambda rung: lambda graph: graph
@@ -112,7 +116,7 @@ class Executor:
         self.stages[self.stage] = self
         self._pack = module.rank_packs()[rank]
         self.program, self.store, self.transport = program, store, transport
-        stage = self.stage
+        self.saved_sets, stage = conduct.saved_sets, self.stage
         self._finished: dict[int, int] = {}
         self.report, self.status, self.retire = report, status, conduct.retire
         self.schedule = module.schedule
@@ -217,6 +221,8 @@ class Executor:
             if kind in SUM_USERS:
                 # Waiting for other ranks is no part of the computation's time.
                 stage.finish_sum(action)
+            if stage.saved_sets is not None and kind in stage.saved_sets.saved.users:
+                stage.saved_sets.wait(action.mb)
             begun = None if self._times is None else self._times.mark()
             started = stage._started = time.monotonic()
             stage.perform(action)
@@ -375,8 +381,11 @@ class Executor:
     # -------------------------------------------------------------------------------------------- parts of them
 
     def perform(self, action: Action) -> None:
-        """Run one action, for evaluation.py."""
-        self._handlers[action.kind](action)
+        """Run one action, also for evaluation.py."""
+        if self.saved_sets is not None and moves_saved(action):
+            self.saved_sets.move(action, self.store)
+        else:
+            self._handlers[action.kind](action)
 
     def compute(self, kind: str, action: Action) -> dict[str, torch.Tensor]:
         """Call a graph on the values of a microbatch, and nothing else: for evaluation.py."""

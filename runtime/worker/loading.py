@@ -16,10 +16,13 @@ from penstock.backends.bundle.format import Bundle
 from penstock.backends.registry import backend_of
 from penstock.ir.graph import GRAD, Var, stage_vars, stepped_vars
 from penstock.ir.memory.items import Image
+from penstock.ir.memory.predict import BATCHES
+from penstock.ir.memory.saved_sets import most_sets_at_home, saved_set
 from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole_tile
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.checkpoint.resuming import Filling, StageFiles, fill_tiles, load_state
 from penstock.runtime.state.homes import HomedItem, Lanes, open_home
+from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import Settings
 from penstock.runtime.state.store import NO_SUMS, Store, SummedGradients
 
@@ -49,6 +52,17 @@ class StateSource:
         assert cluster is not None, "spaces are those of a cluster"
         space = cluster.space(image.space, self.bundle.rank(self.rank).device)
         return HomedItem(image, open_home(space, image.nbytes), self.lanes)
+
+
+def load_saved_sets(bundle: Bundle, rank: int, stage: int, lanes: Lanes) -> SavedSets | None:
+    """Open the homes of what forwards of a stage save, as many as the rank has sets away at once; None without any."""
+    module = bundle.module
+    saved = saved_set(module, stage)
+    if saved is None or module.cluster is None or module.schedule is None:
+        return None
+    space = module.cluster.space(saved.space, bundle.rank(rank).device)
+    count = most_sets_at_home(module.schedule.expand(rank, BATCHES), stage)
+    return SavedSets(saved, [open_home(space, saved.nbytes) for _ in range(count)], lanes)
 
 
 def load_store(

@@ -63,6 +63,7 @@ from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.homes import Lanes
 from penstock.runtime.state.packs import PackState
+from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import settings_of
 from penstock.runtime.state.store import Store, SummedGradients, as_array
 from penstock.runtime.telemetry.device_memory import device_without_memory
@@ -77,7 +78,7 @@ from penstock.support.out_of_memory import is_out_of_memory
 from .evaluation import evaluate
 from .executor import Conduct, Executor
 from .feeds import DataFeed, InputCuts, LocalSamples, NoSamples, Prefetch
-from .loading import StateSource, check_device, load_store
+from .loading import StateSource, check_device, load_saved_sets, load_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 from .stage_graphs import library_name, sizes_of
 
@@ -161,7 +162,7 @@ class Worker:
         """Return the executor of the rank's first stage, which knows those of the others."""
         executors: dict[int, Executor] = {}
         for stage, program in programs.items():
-            conduct = replace(self._conduct(), stage=stage, stages=executors)
+            conduct = replace(self._conduct(), stage=stage, stages=executors, saved_sets=self._saved_sets(stage))
             store = self.stores[stage]
             Executor(self.module, self.rank, program, store, self.transport, self.reply, self.status, conduct)
         return executors[self.entry.stage]
@@ -291,6 +292,9 @@ class Worker:
         self.stores = {stage: self._load_store(stage, program.device) for stage, program in programs.items()}
         # Copies are written down from here on.
         self.lanes.done = [] if self.setup.trace else None
+
+    def _saved_sets(self, stage: int) -> SavedSets | None:
+        return load_saved_sets(self.bundle, self.rank, stage, self.lanes)
 
     def _load_store(self, stage: int, device: torch.device) -> Store:
         place = None if self.setup.resume is None else Path(self.setup.resume)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import CACHE, Module, stage_vars
-from penstock.ir.memory.items import resident_bytes, stage_images
+from penstock.ir.memory.items import home_bytes, resident_bytes, stage_images
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
+from penstock.ir.memory.saved_sets import most_sets_back, moves_saved, saved_set
+from penstock.ir.memory.walk import actions_of
 from penstock.ir.ops import BLOCK
 from penstock.ir.schedule import COPIES
 from penstock.passes.costs.prices import rank_seconds
@@ -118,17 +120,21 @@ def home_room(module: Module, rank: int) -> HomeRoom | None:
         for stage in module.rank_packs()[rank]
         for item, image in stage_images(module, stage).items()
     }
-    if not images:
+    sets = {stage: saved for stage in module.rank_packs()[rank] if (saved := saved_set(module, stage)) is not None}
+    if not images and not sets:
         return None
-    space = next(iter(images.values())).space
+    space = [*(image.space for image in images.values()), *(saved.space for saved in sets.values())][0]
     limit = None if module.cluster is None else module.cluster.space(space, module.rank_devices()[rank]).bytes or None
     actions = module.schedule.ranks[rank].batch
     return HomeRoom(
         space,
-        sum(image.nbytes for image in images.values()),
+        sum(held.get(rank, 0) for held in home_bytes(module).values()),
         limit,
-        max(resident_bytes(module, module.schedule.expand(rank, 2))),
-        sum(images[a.stage, a.item].nbytes for a in actions if a.kind in COPIES),
+        max(resident_bytes(module, module.schedule.expand(rank, 2)))
+        + sum(
+            saved.nbytes * most_sets_back(actions_of(module.schedule, rank, 2), stage) for stage, saved in sets.items()
+        ),
+        sum((sets[a.stage] if moves_saved(a) else images[a.stage, a.item]).nbytes for a in actions if a.kind in COPIES),
     )
 
 

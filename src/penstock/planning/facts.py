@@ -25,7 +25,6 @@ from penstock.passes.simulator.forecast import binding
 
 from .choice import Search, compare, passed_over
 from .hints import stage_starts
-from .options import OFFLOADS
 from .predict import Predicted
 
 # For more devices than these a bundle's plan has no `what_if`: each change is planned anew.
@@ -147,10 +146,11 @@ def _offload_facts(module: Module, calls: Sequence[Call]) -> dict[str, Any]:
     options = next((call.options for call in calls if isinstance(call.options, OffloadOptions)), None)
     if options is None or module.cluster is None:
         return {}
-    home = next((var.home for var in module.vars.values() if var.home), options.space)
+    homes = (*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages))
+    home = next(filter(None, homes), options.space)
     # A space of the cluster file goes by its name; one that --spill made has a folder and nothing else.
     folders = [s.path for s in module.cluster.spaces if s == Space(home, path=s.path) and "/" in s.path]
-    return {"offload": OFFLOADS[1], "spill": folders[0] if folders else options.space}
+    return {"offload": options.what, "spill": folders[0] if folders else options.space}
 
 
 def predicted_facts(predicted: Predicted) -> dict[str, Any]:

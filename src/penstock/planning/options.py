@@ -20,7 +20,7 @@ FOLDER_PREFIX = "hf:"
 WEIGHTS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 # What may be in another memory space between its uses.
-OFFLOADS = ("none", "state")
+OFFLOADS = ("none", "state", "activations", "both")
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class PlanOptions:
     )
     offload: str = setting(
         "none",
-        "what is in another memory space between its uses: nothing, or optimiser state, of which a few chunks are on "
-        "the device at once, or that of one stage where a device runs several (default: none)",
+        "what is in another memory space between its uses: nothing, optimiser state, of which a few chunks are on the "
+        "device at once, what forwards saved until the backward (activations), or both (default: none)",
         choices=OFFLOADS,
         rare=True,
     )

@@ -170,7 +170,7 @@ def _pipeline(
     if training is None and options.packs > 1:
         raise UsageError("--packs puts several stages of a training on a device", hint="compile with --loss")
     if training is None and options.offload != "none":
-        raise UsageError("--offload moves the optimiser state of a training", hint="compile with --loss")
+        raise UsageError("--offload moves what a training holds", hint="compile with --loss")
     if training is None:
         return at_rest(module, pure=model.imported.structure is not None), inference_pipeline(cuts, settings)
     settings = replace(settings, precision=options.precision or training.precision, guard=training.guard_options())

@@ -76,3 +76,10 @@ def test_the_machine_of_a_module_copies_what_the_image_has() -> None:
             {"CI": "disk>localhost", "CO": "localhost>disk"}[action.kind],
         )
         assert copied(action) == Copy(Route(((way, 1e9),), 1e-4), image.nbytes, frozenset({"U"}))
+
+
+def test_a_backward_waits_for_the_set_of_its_own_microbatch() -> None:
+    sets = "0F2 0CO2:a0 0F3 0L2:a0 0CO3:a0 0L3:a0 0CI2:a0 0CI3:a0 0B2 0B3 0U1"
+    found = when(simulate(written(2, r0=sets), 1, lasting(F=1.0, B=1.0, U=1.0), nothing, over(own, users={"B"})), 0)
+    assert [found[f"0L{mb}:a0"][0] for mb in (0, 1)] == [4, 7]
+    assert [found[f"0B{mb}"] for mb in (0, 1)] == [(10, 11), (13, 14)]

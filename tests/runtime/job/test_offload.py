@@ -177,7 +177,7 @@ def test_options_that_do_not_fit_are_refused(mlp, packs, tmp_path):
         compiled(mlp, tmp_path / "b", "interleaved", 2, 2, spill="disk")
     with pytest.raises(UsageError, match="reaches no memory space 'tape'"):
         compiled(mlp, tmp_path / "c", "interleaved", 2, 2, offload="state", spill="tape")
-    with pytest.raises(UsageError, match="optimiser state of a training"):
+    with pytest.raises(UsageError, match="what a training holds"):
         ps.plan(ps.from_onnx(mlp), Cluster.local(1), offload="state")
     gone = compiled(mlp, tmp_path / "d", "interleaved", 2, 2, offload="state", spill=str(tmp_path / "gone"))
     with pytest.raises(PenstockError, match="cannot make room in memory space disk"):

@@ -14,6 +14,7 @@ from penstock.ir.action_kinds import COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, S
 from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.memory.items import stage_images
+from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
 from penstock.passes.simulator.forecast import Forecast
 from penstock.planning.predict import Predicted, predict
@@ -80,11 +81,15 @@ def _computes(module: Module, action: Action) -> str:
 
 
 def _copies(module: Module, action: Action) -> str:
-    image = stage_images(module, action.stage).get(action.item)
+    image = stage_images(module, action.stage).get(action.item) or (
+        saved_set(module, action.stage) if moves_saved(action) else None
+    )
     if image is None:
         return f"copy what stage {action.stage} has not"
     part = "" if action.item == STATE_ITEM else f"chunk {action.item[1:]} of "
     what = f"{part}the optimiser state of stage {action.stage}, {shown_bytes(image.nbytes)}"
+    if moves_saved(action):
+        what = f"what @s{action.stage}.{FORWARD} saved, {shown_bytes(image.nbytes)}"
     if action.kind == LET_GO:
         return f"let go of {what}, once it is in {image.space}"
     ways = {COPY_IN: f"from {image.space} for", COPY_OUT: f"to {image.space} after"}

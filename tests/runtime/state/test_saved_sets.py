@@ -1,0 +1,64 @@
+"""What forwards saved, elsewhere until the backward, in real worker processes: the same numbers, and what is held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.runtime.job.test_offload import traced
+from tests.runtime.job.test_packs import M, same, trained
+
+import penstock as ps
+from penstock.backends.bundle.format import open_bundle
+from penstock.inspection.memory import memory_curves
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.memory.account import first_difference
+from penstock.ir.memory.saved_sets import saved_set
+from penstock.models import write_mlp
+from penstock.runtime.telemetry.memory_trace import measured_account, planned_beside, read_trace
+from penstock.support.errors import PenstockError
+
+
+def bundle(place, offload, schedule="gpipe", backend="tvm", **options):
+    path = write_mlp(place / "deep.onnx", [8] * 9, batch=4)
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
+    chosen = {"schedule": schedule, "split_at": ["fc5.product"], "offload": offload, **options}
+    return ps.compile(
+        ps.plan(ps.from_onnx(path), Cluster.local(2), training, **chosen), place / offload, backend=backend
+    )
+
+
+@pytest.mark.parametrize(("schedule", "backend"), [("gpipe", "tvm"), ("2bw", "numpy")])
+def test_training_is_bit_for_bit_the_same_and_holds_what_was_planned(tmp_path, schedule, backend):
+    """Block by block after every action, by compiled code that is called with memory of another place each time."""
+    whole, away = (bundle(tmp_path, kind, schedule, backend) for kind in ("none", "activations"))
+    same(trained(away), trained(whole))
+    module, copies = traced(away, tmp_path / "trace.json")
+    assert {stage.home for stage in module.stages} == {"disk"} or schedule == "2bw"
+    for rank, trace in enumerate(read_trace(tmp_path / "trace.json")):
+        planned, measured = planned_beside(module, rank, trace), measured_account(module, rank, trace)
+        assert first_difference(planned, measured) is None
+        curve, saved = memory_curves(module)[rank], saved_set(module, rank)
+        assert (curve.home is None) == (saved is None)
+        if curve.home is None or saved is None:
+            continue
+        assert sum(copy.nbytes for copy in copies[rank]) == 3 * curve.home.moved_per_batch
+        assert {copy.nbytes for copy in copies[rank]} == {saved.nbytes}
+        # The control: an account that does not know that a set was let go of.
+        away_lives = [life for life in planned.lives if set(life.names) & set(saved.values)]
+        longer = [life._replace(given_at=None) if life is away_lives[0] else life for life in planned.lives]
+        assert first_difference(replace(planned, lives=tuple(longer)), measured) is not None
+
+
+def test_packs_with_state_and_saved_sets_elsewhere_train_the_same(tmp_path):
+    packs = {"schedule": "interleaved", "packs": 2, "split_at": ["fc3.product", "fc5.product", "fc7.product"]}
+    whole, away = (bundle(tmp_path, kind, **packs) for kind in ("none", "both"))
+    items = {action.item for action in open_bundle(away).module.schedule.actions()}
+    assert items >= {"o", "a0"}
+    same(trained(away), trained(whole))
+
+
+def test_a_disk_that_fails_ends_the_run_with_its_error(tmp_path):
+    gone = bundle(tmp_path, "activations", spill=str(tmp_path / "gone"))
+    with pytest.raises(PenstockError, match="cannot make room in memory space"):
+        trained(gone)
