@@ -24,6 +24,7 @@ class DecoderForm:
     """The form of a decoder. `attention` are attributes of all GroupQueryAttention nodes, `windows` those of layers."""
 
     words: int = WORDS
+    context: int = CONTEXT
     layers: int = 2
     heads: int = 4
     key_heads: int = 2
@@ -133,13 +134,13 @@ class _DecoderWriter:
             self.node("Gather", [f"{name}/shape", at], [name])
         self.node("Add", ["past", "new"], ["end"])
         self.node("Range", ["past", "end", self.tensor("step", np.array(1, np.int64))], ["range"])
-        table = self.drawn("places", CONTEXT - 10, self.form.width)
+        table = self.drawn("places", self.form.context - 10, self.form.width)
         return self.node("Gather", [table, "range"], ["places/rows"])
 
     def model(self) -> onnx.ModelProto:
         form, lengths, tables = self.form, self.lengths(), list[str]()
         if form.rotary:
-            angles = np.arange(CONTEXT)[:, None] / 100.0 ** (np.arange(form.size // 2) / (form.size // 2))
+            angles = np.arange(form.context)[:, None] / 100.0 ** (np.arange(form.size // 2) / (form.size // 2))
             tables = [self.tensor(f"{f.__name__}_cache", f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
         x = self.node("Gather", [self.drawn("embed", form.words, form.width, scale=1.0), "input_ids"], ["embedded"])
         x = self.node("Add", [x, self.learned()], ["placed"]) if form.learned else x
