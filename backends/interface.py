@@ -13,7 +13,7 @@ then too. Programs are not re-entrant: one caller at a time for each StageProgra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +77,13 @@ class StageProgram(Protocol):
         """Promise that these tensors, one per slot of the graph, keep their values from this call on. The program may
         keep what it derives from them. Calls with other tensors give the right result, too. For graphs that only read
         their variables. Returned are the places of slots that calls do not read from then on."""
+
+    def unread(self, slots: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return the variables that calls do not read once these graphs are held. `slots` are names, for each graph."""
+
+    def hold_all(self, slots: Mapping[str, Sequence[str]], tensor: Callable[[str], torch.Tensor]) -> Iterator[str]:
+        """Hold several graphs. `tensor` is asked for variables when something is made of them. Yield each of `unread`
+        as soon as it may be let go, so that a variable and what is made of it are never there for all of them."""
 
     def stand_in(self, graph: str, place: int) -> torch.Tensor:
         """Return a tensor without memory for a slot that calls of a held graph do not read: the tensor that was held

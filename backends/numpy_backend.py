@@ -6,7 +6,7 @@ There is nothing to compile: the program of a stage is the text of its module, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,6 +110,14 @@ class NumpyProgram:
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Hold nothing: operands are used as they are, and all of them are read."""
         return frozenset()
+
+    def unread(self, slots: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return nothing: every variable is read."""
+        return set()
+
+    def hold_all(self, slots: Mapping[str, Sequence[str]], tensor: Callable[[str], torch.Tensor]) -> Iterator[str]:
+        """Hold nothing."""
+        return iter(())
 
     def stand_in(self, graph: str, place: int) -> torch.Tensor:
         """Return no stand-in: every slot is read."""

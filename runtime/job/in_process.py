@@ -44,7 +44,7 @@ from penstock.runtime.checkpoint.resuming import Start
 from penstock.runtime.data.ranges import Range, integer_range
 from penstock.runtime.generation.generator import TextGenerator
 from penstock.runtime.messages.control import Arrays
-from penstock.runtime.state.held import hold_weights
+from penstock.runtime.state.held import hold_weights, unread_weights
 from penstock.runtime.state.store import TORCH_DTYPES, as_array
 from penstock.runtime.telemetry.resident import resident_bytes
 from penstock.runtime.transport.collectives import RankExchange
@@ -108,8 +108,14 @@ class LoadedStage:
         )
         # The size of the process before it had any variable of the model.
         self.base_bytes = resident_bytes()
-        self.store = load_store(StateSource(bundle, 0, entry.stage, start.tables, start.place), self.program.device)
-        hold_weights(self.program, self.store, stage_graphs(whole, entry.stage))
+        graphs = stage_graphs(whole, entry.stage)
+        self.store = load_store(
+            StateSource(bundle, 0, entry.stage, start.tables, start.place),
+            self.program.device,
+            # What is only packed is read one by one, and is never there as a whole.
+            late=unread_weights(self.program, graphs),
+        )
+        hold_weights(self.program, self.store, graphs)
         self.microbatch = 0
         self.lock = threading.Lock()
 

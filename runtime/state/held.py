@@ -7,7 +7,9 @@ that only packed operands are made of. So inference holds each of these weights 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from penstock.backends.interface import StageProgram
 from penstock.ir.graph import Graph, signature
@@ -17,16 +19,29 @@ from .store import Store
 
 
 def hold_weights(program: StageProgram, store: Store, graphs: Iterable[Graph]) -> None:
-    """Pack the weights of all graphs that keep theirs, and let go of what no graph reads any more."""
-    readers: dict[str, int] = {}
-    unread: dict[str, list[tuple[str, int]]] = {}
-    for graph in graphs:
-        slots = signature(graph).slots
-        for slot in slots:
-            readers[slot.var] = readers.get(slot.var, 0) + 1
-        if not changed_vars([graph]):
-            for place in program.hold(graph.name, [store.buffer(slot, None) for slot in slots]):
-                unread.setdefault(slots[place].var, []).append((graph.name, place))
-    for name, places in unread.items():
-        if len(places) == readers[name]:
-            store.let_go(name, program.stand_in(*places[0]))
+    """Pack the weights of all graphs that keep theirs, and let go of what no graph reads any more, one after the
+    other."""
+    graphs = list(graphs)
+    slots = {slot.var: slot for graph in graphs for slot in signature(graph).slots}
+    names = _slots_held(graphs)
+    places = {name: (graph, i) for graph, listed in names.items() for i, name in enumerate(listed)}
+    spare = unread_weights(program, graphs)
+
+    def tensor(name: str) -> torch.Tensor:
+        store.fill_late(name)
+        return store.buffer(slots[name], None)
+
+    for name in program.hold_all(names, tensor):
+        if name in spare:
+            store.let_go(name, program.stand_in(*places[name]))
+
+
+def unread_weights(program: StageProgram, graphs: Sequence[Graph]) -> set[str]:
+    """Return the variables that no graph reads once its weights are held."""
+    names = _slots_held(graphs)
+    others = {slot.var for graph in graphs if graph.name not in names for slot in signature(graph).slots}
+    return program.unread(names) - others
+
+
+def _slots_held(graphs: Iterable[Graph]) -> dict[str, list[str]]:
+    return {graph.name: [slot.var for slot in signature(graph).slots] for graph in graphs if not changed_vars([graph])}

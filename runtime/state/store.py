@@ -256,6 +256,9 @@ class Store:
         # Variables whose memory was given back, and what reads one of them again.
         self._gone: set[str] = set()
         self.reread: Callable[[str], torch.Tensor] | None = None
+        # Variables without elements so far, and what fills one of them.
+        self.late = set[str]()
+        self.fill: Callable[[str], None] | None = None
 
     # -------------------------------------------------------------------------------------------- variables
 
@@ -337,6 +340,12 @@ class Store:
         if name not in self.items:
             raise VerifyError(f"no item {name} has a home that could be moved")
         return self.items[name]
+
+    def fill_late(self, name: str) -> None:
+        """Give a variable its elements, if it has none yet."""
+        if name in self.late and self.fill is not None:
+            self.late.remove(name)
+            self.fill(name)
 
     def let_go(self, name: str, stand_in: torch.Tensor) -> None:
         """Give back the memory of a variable that has one version and can be read again, and that no graph reads any

@@ -66,10 +66,16 @@ def load_saved_sets(bundle: Bundle, rank: int, stage: int, lanes: Lanes) -> Save
 
 
 def load_store(
-    source: StateSource, device: torch.device, *, grow: bool = False, summed: SummedGradients = NO_SUMS
+    source: StateSource,
+    device: torch.device,
+    *,
+    grow: bool = False,
+    summed: SummedGradients = NO_SUMS,
+    late: Collection[str] = (),
 ) -> Store:
-    """Return the state of a stage at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store."""
-    store = _load(source, device, grow, summed)
+    """Return the state of a stage at a checkpoint, or at the beginning. `grow` and `summed` are those of a Store. What
+    is `late` has no elements before it is asked for (`Store.fill_late`)."""
+    store = _load(source, device, grow, summed, late=late)
     store.reread = lambda name: _load(source, device, only=(name,)).newest(name)
     return store
 
@@ -80,6 +86,7 @@ def _load(
     grow: bool = False,
     summed: SummedGradients = NO_SUMS,
     only: Collection[str] | None = None,
+    late: Collection[str] = (),
 ) -> Store:
     """Return the state of a stage, or that of some of its variables alone."""
     bundle, rank, stage, place = source.bundle, source.rank, source.stage, source.place
@@ -94,7 +101,10 @@ def _load(
     )
     at_home = {name for item in store.items.values() for name in item.image.variables}
     files = None if place is None else StageFiles(place, store, tiles)
-    _fill(source, store, {name: var for name, var in variables.items() if name not in at_home}, tiles, files)
+    store.late = set(late) - at_home
+    store.fill = lambda name: _fill(source, store, {name: variables[name]}, tiles, files)
+    here = {name: var for name, var in variables.items() if name not in at_home | store.late}
+    _fill(source, store, here, tiles, files)
     # One item at a time is on the device.
     for item in store.items.values():
         with item.filling():

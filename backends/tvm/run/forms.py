@@ -12,18 +12,22 @@ from __future__ import annotations
 import json
 import mmap
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.support.errors import VerifyError
 
 from .large_pages import LargePages
+from .machine import give_back
 
 if TYPE_CHECKING:
     import torch
 
+# What a slot is called by whoever holds its graph.
+Name = TypeVar("Name", bound=Hashable)
 # Linux's number, for versions of Python without a name for it.
 _NO_RESERVE = 0x4000
 
@@ -54,13 +58,24 @@ def forms_of(text: bytes, functions: Callable[[int], Callable[..., Any]]) -> Gra
     return GraphForms(tuple(forms), frozenset(content["plain"]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _MadeOperand:
     """A packed operand with what it was made of: the tensors, and how often torch had changed them."""
 
     sources: tuple[weakref.ref[torch.Tensor], ...]
     versions: tuple[int, ...]
     operand: Any
+    is_in_pages: bool = False
+
+    def in_pages(self, pages: LargePages) -> Any:
+        """Return the operand, which lies in large pages from then on."""
+        if not self.is_in_pages:
+            copied = pages.copied(self.operand)
+            moved, self.operand, self.is_in_pages = copied is not self.operand, copied, True
+            if moved:
+                # The machine keeps memory that was given back for results of that size, of which none follow.
+                give_back()
+        return self.operand
 
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         same = all(ref() is x for ref, x in zip(self.sources, tensors, strict=True))
@@ -76,12 +91,10 @@ class _HeldGraph:
 
 
 class PackedForms:
-    """The packed operands of all graphs of a program."""
+    """The packed operands of all graphs of a program. `sizes` are the bytes of the slots of each graph."""
 
-    def __init__(self, graphs: Mapping[str, GraphForms], largest: int) -> None:
-        self.graphs = graphs
-        # The bytes of the largest variable.
-        self._largest = largest
+    def __init__(self, graphs: Mapping[str, GraphForms], sizes: Mapping[str, Sequence[int]]) -> None:
+        self.graphs, self._sizes = graphs, sizes
         self._made: dict[tuple[str, tuple[int, ...]], _MadeOperand] = {}
         self._held: dict[str, _HeldGraph] = {}
         self._area: Any = None
@@ -90,23 +103,63 @@ class PackedForms:
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Make the operands of a graph, and keep them. Return the places of slots that are not read as they are."""
-        known = self.graphs[graph]
-        self._refuse_stand_ins(graph, slots)
-        operands = [self._operand(form, [slots[place] for place in form.slots]) for form in known.forms]
-        places = {place for form in known.forms for place in form.slots}
-        self._held[graph] = _HeldGraph({place: slots[place].data_ptr() for place in sorted(places)}, operands)
-        return frozenset(range(len(slots))) - known.plain
+        for _ in self.hold_all({graph: range(len(slots))}, slots.__getitem__):
+            pass
+        return frozenset(range(len(slots))) - self.graphs[graph].plain
 
-    def _operand(self, form: PackedForm, sources: Sequence[torch.Tensor]) -> Any:
+    def unread(self, slots: Mapping[str, Sequence[Name]]) -> set[Name]:
+        """Return the variables that these graphs do not read as they are, by the names of their slots."""
+        read = {names[place] for graph, names in slots.items() for place in self.graphs[graph].plain}
+        return {name for names in slots.values() for name in names} - read
+
+    def hold_all(self, slots: Mapping[str, Sequence[Name]], tensor: Callable[[Name], torch.Tensor]) -> Iterator[Name]:
+        """Make the operands of graphs, and keep them. Yield each variable that is not read as it is as soon as all
+        that is made of it is there: one after the other they can be let go. `tensor` gives a variable's elements."""
+        tasks = self._tasks(slots)
+        operands: dict[str, list[Any]] = {graph: [None] * len(self.graphs[graph].forms) for graph in slots}
+        left = Counter(name for _, names in tasks for name in set(names))
+        unread = self.unread(slots)
+        addresses: dict[Name, int] = {}
+        yield from unread - left.keys()
+        for (_, names), places in tasks.items():
+            graph, number = places[0]
+            sources = [tensor(name) for name in names]
+            self._refuse_stand_ins(graph, sources)
+            addresses.update((name, x.data_ptr()) for name, x in zip(names, sources, strict=True))
+            operand = self._operand(self.graphs[graph].forms[number], sources)
+            del sources
+            left.subtract(set(names))
+            yield from (name for name in dict.fromkeys(names) if not left[name] and name in unread)
+            # A variable was let go before there is a second copy of what was made of it.
+            packed = operand.in_pages(self._pages)
+            for graph, number in places:
+                operands[graph][number] = packed
+        for graph, listed in slots.items():
+            at = {place: addresses[listed[place]] for form in self.graphs[graph].forms for place in form.slots}
+            self._held[graph] = _HeldGraph(dict(sorted(at.items())), operands[graph])
+
+    def _tasks(self, slots: Mapping[str, Sequence[Name]]) -> dict[tuple[str, tuple[Name, ...]], list[tuple[str, int]]]:
+        """Return the operands to be made, by key and variables, each with the places that take it. Those of the largest
+        variables come first, when little else is there."""
+        tasks: dict[tuple[str, tuple[Name, ...]], list[tuple[str, int]]] = {}
+        bytes_of: dict[tuple[str, tuple[Name, ...]], int] = {}
+        for graph, names in slots.items():
+            for number, form in enumerate(self.graphs[graph].forms):
+                key = form.key or f"{graph} {number}"
+                task = key, tuple(names[place] for place in form.slots)
+                tasks.setdefault(task, []).append((graph, number))
+                bytes_of[task] = sum(self._sizes[graph][place] for place in form.slots)
+        return dict(sorted(tasks.items(), key=lambda item: -bytes_of[item[0]]))
+
+    def _operand(self, form: PackedForm, sources: Sequence[torch.Tensor]) -> _MadeOperand:
         """Return a packed operand, made anew where it is not there yet."""
         key = (form.key, tuple(x.data_ptr() for x in sources))
         known = self._made.get(key) if form.key else None
         if known is not None and known.is_of(sources):
-            return known.operand
+            return known
         versions = tuple(x._version for x in sources)
-        operand = self._pages.copied(form.pack(*sources))
-        self._made[key] = _MadeOperand(tuple(map(weakref.ref, sources)), versions, operand)
-        return operand
+        self._made[key] = _MadeOperand(tuple(map(weakref.ref, sources)), versions, form.pack(*sources))
+        return self._made[key]
 
     def held(self, graph: str, slots: Sequence[torch.Tensor]) -> list[Any] | None:
         """Return the operands that were made of these slots, or of those that stand-ins are there for; else None. Other
@@ -131,7 +184,8 @@ class PackedForms:
         if self._area is None:
             # Pages that nobody touches take no memory, and none is set aside for them.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NO_RESERVE)
-            self._area = mmap.mmap(-1, max(self._largest, mmap.PAGESIZE), flags=flags)
+            largest = max(max(sizes, default=0) for sizes in self._sizes.values())
+            self._area = mmap.mmap(-1, max(largest, mmap.PAGESIZE), flags=flags)
             self._place = torch.frombuffer(self._area, dtype=torch.uint8, count=1).data_ptr()
         dtype = getattr(torch, LONG_NAMES[kind.dtype])
         return torch.frombuffer(self._area, dtype=dtype, count=kind.size).view(kind.dims)

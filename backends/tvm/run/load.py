@@ -16,7 +16,7 @@ the first parallel loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
@@ -110,8 +110,10 @@ class TvmProgram:
 
         self._entries = {g.name: self._entry(g) for g in graphs}
         self._taken = torch.utils.dlpack.from_dlpack
-        largest = max((t.nbytes for entry in self._entries.values() for t in entry.types), default=0)
-        self._forms = PackedForms({g.name: self._forms_of(g.name) for g in graphs if has_packed(g)}, largest)
+        packing = [g.name for g in graphs if has_packed(g)]
+        self._forms = PackedForms(
+            {name: self._forms_of(name) for name in packing}, {n: self._sizes(n) for n in packing}
+        )
         # Iterating over results in TVM's own array costs as much as a small kernel.
         self._item: Any = get_global_func("ffi.ArrayGetItem")
 
@@ -119,6 +121,11 @@ class TvmProgram:
         name = function_name(graph)
         text = self._taken(self._machine[pack_name(name)]())
         return forms_of(bytes(text.tolist()), lambda number: self._machine[pack_name(name, number)])
+
+    def _sizes(self, graph: str) -> list[int]:
+        """Return the bytes of each slot of a graph."""
+        entry = self._entries[graph]
+        return [t.nbytes for t in entry.types[len(entry.signature.ins) :]]
 
     def _entry(self, graph: Graph) -> _Entry:
         sig, of_slots = signature(graph), slot_types(graph)
@@ -182,6 +189,24 @@ class TvmProgram:
             if (error := self._mistyped(graph, ready, len(sig.ins))) is not None:
                 raise error from None
             raise
+
+    def unread(self, slots: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return the variables that calls of these graphs do not read once they are held, by the names of slots."""
+        packing = {graph: names for graph, names in slots.items() if graph in self._forms.graphs}
+        return self._forms.unread(packing) - {name for graph in slots.keys() - packing.keys() for name in slots[graph]}
+
+    def hold_all(self, slots: Mapping[str, Sequence[str]], tensor: Callable[[str], torch.Tensor]) -> Iterator[str]:
+        """Hold several graphs; yield each variable that they do not read any more as soon as that is so."""
+        packing = {graph: names for graph, names in slots.items() if graph in self._forms.graphs}
+        places = {name: (graph, i) for graph, names in packing.items() for i, name in enumerate(names)}
+
+        def ready(name: str) -> torch.Tensor:
+            graph, place = places[name]
+            sig, x = self._entries[graph].signature, tensor(name)
+            self._look(graph, [x], len(sig.ins) + place)
+            return self._as_slot(sig.slots[place], x, graph)
+
+        return self._forms.hold_all(packing, ready)
 
     def stand_in(self, graph: str, place: int) -> torch.Tensor:
         """Return a tensor without memory for a slot that calls do not read, of a graph that is held."""

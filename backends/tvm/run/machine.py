@@ -7,6 +7,7 @@ own wrapper passes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,16 @@ def _spelled(library: Path) -> str:
         files.append(file)
     folder, name = os.path.split(path)
     return os.path.join(folder, *["."] * files.index(file), name)
+
+
+def give_back() -> None:
+    """Give back the memory that machines of this process keep, and that no tensor of theirs is in; then what the C
+    library keeps of it, where it is one that has a function for that."""
+    from tvm_ffi import get_global_func  # lazy: heavy
+
+    get_global_func("vm.builtin.memory_manager.clear")()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class VirtualMachine:

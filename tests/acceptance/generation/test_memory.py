@@ -1,0 +1,57 @@
+"""A process that generates text takes the memory of its weights, of the blocks of its caches and of its libraries: from
+the first to the last moment, loading included, at most 1.1 times the first two and 250 MB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from samples.decoders.grouped import DecoderForm, write_decoder
+
+from penstock.commands.parser import main
+
+pytestmark = pytest.mark.slow
+
+LIBRARIES = 250e6
+FORM = DecoderForm(words=20000, heads=16, key_heads=16, size=64, layers=12, windows=(-1,) * 12, context=1024)
+GENERATE = """
+import json, sys
+import penstock as ps
+from penstock.backends.tvm.run import forms
+from penstock.runtime.job import in_process
+from penstock.runtime.telemetry.resident import peak_bytes
+
+if sys.argv[2] == "twice":
+    # The control: all weights are there before any of them is packed, and memory that was given back is kept.
+    forms.give_back = lambda: None
+    in_process.unread_weights = lambda program, graphs: set()
+model = ps.load(sys.argv[1])
+list(model.generate_many([list(range(1, 700)), [1, 2, 3]], tokens=20))
+caches = sum(var.type.nbytes for var in model.bundle.module.vars.values() if var.role == "cache")
+print(json.dumps([peak_bytes(), caches]))
+"""
+
+
+def peak_of(bundle: Path, way: str) -> tuple[float, float]:
+    """The peak of a process that generates, and what it may be."""
+    command = [sys.executable, "-c", GENERATE, str(bundle), way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    peak, caches = json.loads(done.stdout)
+    weights = sum(file.stat().st_size for file in (bundle / "weights").iterdir())
+    assert min(weights, caches) > 5e7
+    return peak, 1.1 * (weights + caches) + LIBRARIES
+
+
+@pytest.mark.parametrize("weights", ["f32", "int4"])
+def test_weights_are_there_once(weights: str, tmp_path: Path) -> None:
+    file = write_decoder(tmp_path / "model.onnx", FORM)
+    words = ["--generate", "--context", "1024", "--sequences", "4", "--jobs", "2"]
+    words += [] if weights == "f32" else ["--weights", weights]
+    assert main(["compile", str(file), "-o", str(tmp_path / "b"), *words]) == 0
+    peak, most = peak_of(tmp_path / "b", "once")
+    assert peak <= most
+    if weights == "f32":
+        assert peak_of(tmp_path / "b", "twice")[0] > most
