@@ -140,6 +140,29 @@ def test_weights_that_cannot_be_rounded_are_named() -> None:
             np.asarray(DerivedWeights(weights, rounded.vars)["b.q8"])
 
 
+def test_shares_of_bytes(tmp_path: Path) -> None:
+    """Scales, norms and tables included, where tables are a small part of all weights; they have 8 bits at least. The
+    control is a model that is half of tables."""
+    of_file, of_tables = (
+        ps.from_onnx(
+            write_gpt(tmp_path / f"{vocab}.onnx", batch=1, layers=2, width=512, heads=2, vocab=vocab, positions=16)
+        )
+        for vocab in (64, 6144)
+    )
+    shares = {}
+    for name in ("f32", "bf16", "int8", "int4"):
+        for model in (of_file, of_tables):
+            plan = ps.plan(model, ps.Cluster.local(1, threads=[1]), weights=name)
+            size = sum(var.type.nbytes for var in plan.module.vars.values() if var.init == "file")
+            shares[name, model is of_tables] = size / sum(x.nbytes for x in model.imported.weights.values())
+    assert shares["f32", False] == pytest.approx(1, abs=0.001)
+    assert 0.28 < shares["bf16", False] < 0.51
+    assert 0.16 < shares["int8", False] < 0.28
+    assert 0.14 < shares["int4", False] < 0.16
+    assert shares["int8", True] < 0.28
+    assert shares["int4", True] > 0.16
+
+
 @pytest.mark.parametrize(("name", "share", "most"), [("bf16", 0.51, 0.02), ("int8", 0.275, 0.05), ("int4", 0.18, 0.5)])
 def test_a_bundle_has_few_bytes_and_computes_what_it_says(name: str, share: float, most: float, tmp_path: Path) -> None:
     """Compiled, against the interpreter on the same rounded weights; and in the size of its files."""
