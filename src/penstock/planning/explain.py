@@ -20,6 +20,7 @@ from penstock.passes.costs.prices import by_simulation, shown_seconds
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.planner.mixed import helping
 from penstock.passes.simulator.forecast import binding
+from penstock.runtime.generation.turn import TOKENS
 from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
 
@@ -59,6 +60,10 @@ def _sizes(plan: Plan) -> Iterator[str]:
     """Describe the rungs of a plan with bounded dimensions. The table above is of the largest."""
     for bound in plan.module.bounds if plan.ladder is not None else ():
         assert plan.ladder is not None
+        if f"turn.{TOKENS}" in {value.name for value in plan.module.data_inputs}:
+            listed = ", ".join(map(str, plan.ladder.sizes_along(bound.name)))
+            yield f"tokens of a turn: {listed} (a turn takes the first of these that holds its tokens)"
+            continue
         how = "rows are cut into these sizes" if bound.rows else "filled up to the next of these sizes, and masked"
         if len(plan.ladder) > 1 and not bound.rows and len(plan.module.bounds) == 1:
             worst = filling({rung.sizes[bound.name]: predict(rung.held).step for rung in plan.ladder})

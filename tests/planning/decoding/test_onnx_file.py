@@ -86,6 +86,22 @@ def test_settings_of_transformers_are_read(file: Path, tmp_path: Path):
     assert (facts.context, facts.ends, facts.temperature) == (77, (8,), 0.0)
 
 
+@pytest.mark.parametrize(
+    ("draws", "named"),
+    [(False, "repetition_penalty 1.3, num_beams 4"), (True, "repetition_penalty 1.3, min_p 0.1, num_beams 4")],
+)
+def test_settings_that_are_not_followed_are_named(file: Path, draws: bool, named: str, tmp_path: Path):
+    """Those that change nothing are not, nor those of draws where none are made."""
+    settings = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 0, "min_p": 0.1, "num_beams": 4, "typical_p": 1.0}
+    path = settings_beside(file, tmp_path, generation_config={**settings, "do_sample": draws})
+    models = load_onnx_decoder(str(path), GenerationSettings(generate=True, sequences=2))
+    (line,) = [line for line in models[1].imported.report if "not followed" in line]
+    assert line.endswith(f": {named}")
+    path = settings_beside(file, tmp_path, generation_config={"repetition_penalty": 1.0, "do_sample": draws})
+    models = load_onnx_decoder(str(path), GenerationSettings(generate=True, sequences=2))
+    assert not [line for line in models[1].imported.report if "not followed" in line]
+
+
 def test_without_settings_the_tables_give_the_context(file: Path, tmp_path: Path):
     facts = facts_for(settings_beside(file, tmp_path), tmp_path)
     assert (facts.context, facts.ends) == (CONTEXT, ())

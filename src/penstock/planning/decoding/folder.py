@@ -40,7 +40,7 @@ def load_decoder(source: str, settings: GenerationSettings, feedback: Feedback =
         imported = import_folder(folder, sizes)
         largest = imported[rungs[-1]]
         facts = facts_of(folder.config, folder.generation, context, settings.sequences, rungs, largest.module)
-        attachments, notes = with_texts(folder.texts, facts, str(folder.path))
+        attachments, notes = with_texts(folder.texts, facts, folder.generation, str(folder.path))
         lines = (*largest.report, *notes)
         said += lines
         return {rung: Model(replace(one, attachments=attachments, report=lines)) for rung, one in imported.items()}
@@ -133,10 +133,42 @@ def _in_range(name: str, value: object) -> bool:
     return 0 <= value < float("inf") if name == "temperature" else 0 < value <= 1
 
 
-def with_texts(texts: Mapping[str, bytes], facts: GenerationFacts, where: str) -> tuple[dict[str, bytes], list[str]]:
-    """Return what travels with a bundle that generates text, and lines of the report."""
+# Settings of transformers that change which token is chosen, each with the values that change nothing.
+NOT_FOLLOWED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "top_h"), (1.0,)),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias", "constraints"), ([], {})),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings", "watermarking_config"), ([], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
+    **dict.fromkeys(("penalty_alpha", "dola_layers"), (0,)),
+}
+# Those that matter where tokens are drawn, and nowhere else.
+_OF_DRAWS = frozenset(("min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"))
+
+
+def not_followed(generation: Mapping[str, Any]) -> list[str]:
+    """Return a line that names the settings of a file that would choose other tokens, and that are not followed."""
+    draws = generation.get("do_sample") is True
+    names = [
+        f"{name} {value!r}"
+        for name, neutral in NOT_FOLLOWED.items()
+        if (value := generation.get(name)) is not None and value not in neutral and (draws or name not in _OF_DRAWS)
+    ]
+    if not names:
+        return []
+    return [f"settings of text that are not followed, so that texts differ from transformers': {', '.join(names)}"]
+
+
+def with_texts(
+    texts: Mapping[str, bytes], facts: GenerationFacts, generation: Mapping[str, Any], where: str
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return what travels with a bundle that generates text, and lines of the report. `generation` are the settings
+    of its texts."""
     files = {FACTS: facts.encode(), **texts}
-    return {f"{FOLDER}/{name}": data for name, data in files.items()}, _check_text(files, facts, where)
+    lines = [*_check_text(files, facts, where), *not_followed(generation)]
+    return {f"{FOLDER}/{name}": data for name, data in files.items()}, lines
 
 
 def _check_text(files: Mapping[str, bytes], facts: GenerationFacts, where: str) -> list[str]:

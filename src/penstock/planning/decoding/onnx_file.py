@@ -19,7 +19,7 @@ from penstock.planning.options import GenerationSettings
 from penstock.planning.watching import SILENT, Feedback
 from penstock.support.errors import UsageError
 
-from .folder import context_of, facts_of, rungs_for, with_texts
+from .folder import NOT_FOLLOWED, context_of, facts_of, rungs_for, with_texts
 
 GENAI = "genai_config.json"
 _DRAWS = ("do_sample", "temperature", "top_k", "top_p")
@@ -53,7 +53,7 @@ def load_onnx_decoder(path: str, settings: GenerationSettings, feedback: Feedbac
         largest = imported[rungs[-1]]
         config = {**beside.config, "vocab_size": decoder.words}
         facts = facts_of(config, beside.generation, context, settings.sequences, rungs, largest.module)
-        attachments, notes = with_texts(texts_beside(root), facts, str(root))
+        attachments, notes = with_texts(texts_beside(root), facts, beside.generation, str(root))
         lines = (*largest.report, *notes)
         said += lines
         return {rung: Model(replace(one, attachments=attachments, report=lines)) for rung, one in imported.items()}
@@ -72,7 +72,7 @@ def _read_beside(root: Path) -> _Beside:
         called = {**_object(decoder, "inputs", where), **_object(decoder, "outputs", where)}
         names = {ours: str(called[theirs]) for theirs, ours in _NAMES.items() if theirs in called}
         sizes = [model.get("context_length")]
-        generation = {name: search[name] for name in _DRAWS if name in search}
+        generation = {name: value for name, value in search.items() if name in _DRAWS or name in NOT_FOLLOWED}
         config = {"eos_token_id": model["eos_token_id"]} if "eos_token_id" in model else {}
     longest = next((size for size in sizes if type(size) is int and size > 0), None)
     return _Beside(names, longest, config, generation)
