@@ -35,6 +35,7 @@ from penstock.runtime.checkpoint.lock import Claims
 from penstock.runtime.checkpoint.resuming import Start, start_from
 from penstock.runtime.data.batches import BatchCuts, check_batch, take_batch
 from penstock.runtime.data.samples import check_data
+from penstock.runtime.generation.facts import generates
 from penstock.runtime.launch.options import JobOptions, OpenOptions, keywords
 from penstock.runtime.launch.preflight import check_job, check_names, job_options
 from penstock.runtime.messages.control import (
@@ -193,20 +194,19 @@ class Job(JobText):
             yield step.loss
 
     def steps(self, batches: Iterable[TrainingBatch]) -> Generator[Step, None, None]:
-        """Train as `run` does, and yield all that is known of each step. Leaving the iterator early lets the batches
-        already handed over finish."""
-        if not self.trains:
-            raise UsageError(
-                "the bundle is for inference",
-                where=str(self.bundle.path),
-                hint="compile it with a loss and an optimiser to train",
-            )
+        """Train as `run` does, and yield all that is known of each step. Batches that were handed over are finished."""
+        self._check_trains()
         yield from self._stream(batches)
+
+    def _check_trains(self) -> None:
+        if not self.trains:
+            command = "generate" if generates(self.bundle.path) else "infer"
+            hint = f"`penstock {command}` asks it; to train, compile it with a loss and an optimiser"
+            raise UsageError("the bundle is for inference", where=str(self.bundle.path), hint=hint)
 
     def steps_from_data(self, count: int) -> Iterator[Step]:
         """Train on the next `count` batches of the job's own data, read by the workers themselves."""
-        if not self.trains:
-            raise UsageError("the bundle is for inference", where=str(self.bundle.path), hint="use `penstock infer`")
+        self._check_trains()
         self._begin()
         try:
             self.workers.send_all(RunCommand(self.steps_done, count))
