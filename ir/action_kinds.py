@@ -28,15 +28,18 @@ FORWARD, AGAIN, BACKWARD, WEIGHTS, PARTS, NORM_PARTS, UPDATE = "F", "R", "B", "W
 SUM, LET_GO, DROP = "AR", "L", "D"
 COPY_IN, COPY_OUT = "CI", "CO"
 # The items of a stage that actions move between memory spaces, and what their actions are counted by: its optimiser
-# state, `o`, chunks of that, `c0`, `c1` and so on, and `a0`, what the forward of a microbatch saved.
-STATE_ITEM, CHUNK_ITEM, SAVED_ITEM = "o", "c", "a0"
+# state, `o`, chunks of that, `c0`, `c1` and so on, its weights, `w`, its gradients, `g`, and what the forward of a
+# microbatch saved, `a0`.
+STATE_ITEM, CHUNK_ITEM, WEIGHTS_ITEM, GRADIENTS_ITEM, SAVED_ITEM = "o", "c", "w", "g", "a0"
 ITEMS: dict[str, Literal["microbatch", "batch"]] = {
     STATE_ITEM: "batch",
     CHUNK_ITEM: "batch",
+    WEIGHTS_ITEM: "batch",
+    GRADIENTS_ITEM: "batch",
     SAVED_ITEM[0]: "microbatch",
 }
 # The text of items.
-ITEM_PATTERN = rf"{STATE_ITEM}|{CHUNK_ITEM}\d+|{SAVED_ITEM}"
+ITEM_PATTERN = rf"{STATE_ITEM}|{CHUNK_ITEM}\d+|{WEIGHTS_ITEM}|{GRADIENTS_ITEM}|{SAVED_ITEM}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ Once per batch, with the number of the batch:
     SP RP SN RN   move results of P and N to where N and U take them
     AR            sums the gradients of a batch over the teams of the stage
     CI CO         begin to copy an item of the stage from its home in another memory space to the device, or back: `o`,
-                  its optimiser state, or `c0`, a chunk of that; a computation that touches it waits for CI
+                  its optimiser state, or `c0`, a chunk of that, `w`, its weights, or `g`, its gradients, which are zero
+                  as they come; a computation that touches it waits for CI
     L             with an item: lets go of its memory on the device, once CO is done
 
 The item `a0` is what F of a microbatch saved, and CI, CO and L of it are counted by microbatches: `0CO5:a0`.

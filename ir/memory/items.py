@@ -2,9 +2,9 @@
 the device.
 
 In: a module. An item is named by a letter, perhaps with a number (ir/action_kinds.py). `o` are the variables of a
-stage's optimiser state that have a home, `c0` those of chunk 0 of it. It lies at home as it lies on the device, one
-variable behind the other: its *image*. CI takes memory on the device for the whole image, L with the item gives it
-back.
+stage's optimiser state that have a home, `c0` those of chunk 0 of it, `w` its parameters and `g` its gradients. It
+lies at home as it lies on the device, one variable behind the other: its *image*. CI takes memory on the device for the
+whole image, L with the item gives it back.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.ir.action_kinds import COPY_IN, LET_GO, STATE_ITEM, UPDATE
-from penstock.ir.graph import Module, Var, stage_vars, touched_vars
+from penstock.ir.action_kinds import COPY_IN, GRADIENTS_ITEM, LET_GO, STATE_ITEM, UPDATE, WEIGHTS_ITEM
+from penstock.ir.graph import GRAD, PARAM, Module, Var, stage_vars, touched_vars
 from penstock.ir.memo import Derived
 from penstock.ir.schedule import COMPUTE, Action
 
@@ -22,22 +22,35 @@ from .update_parts import chunk_item, update_parts
 
 # Every variable of an image starts at a multiple of so many bytes, for vector loads.
 ALIGNMENT = 64
+_ITEM_OF = {PARAM: WEIGHTS_ITEM, GRAD: GRADIENTS_ITEM}
 # The batches after which a rank has no more at home than before.
 _BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The bytes of an item: its variables with the types that a rank has of them, and where each begins."""
+    """The bytes of an item: its variables with the types that a rank has of them, and where each begins. Gradients are
+    zero whenever they come: those at home take no bytes there, and none are copied."""
 
     space: str
     variables: Mapping[str, Var]
     places: Mapping[str, int]
     nbytes: int
 
+    @property
+    def is_zero(self) -> bool:
+        return all(var.role == GRAD for var in self.variables.values())
+
+    @property
+    def stored(self) -> int:
+        """The bytes at home, which a copy moves."""
+        return 0 if self.is_zero else self.nbytes
+
 
 def item_of(var: Var) -> str:
     """Name the item of a variable that has a home."""
+    if var.role in _ITEM_OF:
+        return _ITEM_OF[var.role]
     return STATE_ITEM if var.chunk is None else chunk_item(var.chunk)
 
 
@@ -76,7 +89,16 @@ def stage_images(module: Module, stage: int) -> Mapping[str, Image]:
 
 def users_of(module: Module, stage: int, image: Image) -> frozenset[str]:
     """Return the computations of a stage that touch an item: a kind, or a part of the update (`U.c0`)."""
-    kinds = ("read", "write", "accum", "take", "put")
+    return _touching(module, stage, image, "read", "write", "accum", "take", "put")
+
+
+def changers_of(module: Module, stage: int, image: Image) -> frozenset[str]:
+    """Return the computations of a stage after which an item has to be copied to its home before it is let go of. Those
+    that take gradients leave zeros."""
+    return _touching(module, stage, image, *(("accum",) if image.is_zero else ("write", "accum", "take", "put")))
+
+
+def _touching(module: Module, stage: int, image: Image, *kinds: str) -> frozenset[str]:
     graphs = {kind: module.stage_graph(stage, kind) for kind in COMPUTE if kind != UPDATE}
     parts = {
         Action(UPDATE, stage, 0, item=item).computation: part for item, part in update_parts(module, stage).items()
@@ -115,7 +137,7 @@ def home_bytes(module: Module) -> dict[tuple[str, str], dict[int, int]]:
     devices = module.rank_devices()
     for rank, stages in enumerate(module.rank_packs()):
         images = [image for stage in stages for image in stage_images(module, stage).values()]
-        for space, nbytes in (*((image.space, image.nbytes) for image in images), *_saved(module, rank, stages)):
+        for space, nbytes in (*((image.space, image.stored) for image in images), *_saved(module, rank, stages)):
             host = "" if module.cluster is None else module.cluster.device(devices[rank]).host
             of_ranks = held.setdefault((space, host), {})
             of_ranks[rank] = of_ranks.get(rank, 0) + nbytes

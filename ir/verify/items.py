@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, GRADIENTS_ITEM, LET_GO, STATE_ITEM, UPDATE, WEIGHTS_ITEM
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import STATE, Module
-from penstock.ir.memory.items import Image, home_bytes, stage_images, users_of
+from penstock.ir.graph import GRAD, PARAM, STATE, Module
+from penstock.ir.memory.items import Image, changers_of, home_bytes, stage_images, users_of
 from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.memory.update_parts import update_parts
 from penstock.ir.schedule import Action
@@ -45,8 +45,10 @@ def check_items(module: Module) -> Iterator[Problem]:
 def _check_homes(module: Module) -> Iterator[Problem]:
     """Check that variables with a home are optimiser state of a stage, and that its ranks reach that space."""
     for name, var in module.vars.items():
-        if var.home and (var.role != STATE or var.stage is None):
-            yield Problem(f"@{name}", f"is at home in {var.home}; only optimiser state of one stage can be")
+        if var.home and (var.role not in (STATE, PARAM, GRAD) or var.stage is None):
+            yield Problem(f"@{name}", f"is at home in {var.home}; only what one stage trains can be")
+        elif var.home and var.versions > 1:
+            yield Problem(f"@{name}", f"is at home in {var.home} in {var.versions} versions, expected one")
     for stage in module.stages:
         where = f"stage {stage.index}"
         try:
@@ -58,6 +60,8 @@ def _check_homes(module: Module) -> Iterator[Problem]:
         if stage.home and saved is None:
             yield Problem(where, f"saves to {stage.home}, and its forward saves nothing that could be there")
         for item, image in images.items():
+            if item in (WEIGHTS_ITEM, GRADIENTS_ITEM):
+                continue
             expected = UPDATE if item == STATE_ITEM else f"{UPDATE}.{item}"
             if users := users_of(module, stage.index, image) - {expected}:
                 yield Problem(where, f"{', '.join(sorted(users))} touches state that is at home in {image.space}")
@@ -83,11 +87,12 @@ def _check_reach(cluster: Cluster | None, name: str, space: str, where: str) -> 
 @dataclass(slots=True)
 class _ItemState:
     """The state of an item on a rank: the step that brought it to the device, if it is there, and the action that
-    changed it since it was last copied out."""
+    changed it since it was last copied out. `users` touch it, and `changers` change it."""
 
     name: str
     image: Image
     users: frozenset[str]
+    changers: frozenset[str]
     brought: int | None = None
     changed: Action | None = None
 
@@ -127,7 +132,10 @@ class _Moves:
             missing = f"{a.stage}{COPY_IN}{a.mb}:{item.name}"
             what = f"takes {item.example}, which is at home in {item.image.space} (no {missing} before)"
             yield from self._problem("away", step, what)
-        item.changed = a
+        if a.computation in item.changers:
+            item.changed = a
+        elif item.image.is_zero and a.kind == UPDATE:
+            item.changed = None
 
     def bring(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
         if item.brought is not None:
@@ -137,6 +145,8 @@ class _Moves:
     def store(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
         if item.brought is None:
             yield from self._problem("away", step, f"copies {item.example}, which is not on the device")
+        elif item.image.is_zero:
+            yield from self._problem("zero", step, f"copies {item.example}, and gradients have no copy at home")
         elif item.changed is None:
             yield from self._problem("same", step, f"copies {item.example}, which nothing changed since it is at home")
         item.changed = None
@@ -163,14 +173,15 @@ MOVED: dict[str, Callable[[_Moves, int, Action, _ItemState], Iterator[Problem]]]
 
 def _check_moves(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     users = {
-        (stage.index, item): users_of(module, stage.index, image)
+        (stage.index, item): (users_of(module, stage.index, image), changers_of(module, stage.index, image))
         for stage in module.stages
         for item, image in stage_images(module, stage.index).items()
     }
     for rank, actions in run.programs.items():
         items = {
             stage: {
-                item: _ItemState(item, image, users[stage, item]) for item, image in stage_images(module, stage).items()
+                item: _ItemState(item, image, *users[stage, item])
+                for item, image in stage_images(module, stage).items()
             }
             for stage in sorted({a.stage for a in actions})
         }

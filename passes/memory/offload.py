@@ -19,18 +19,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE
+from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE, WEIGHTS_ITEM
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import resident_bytes, stage_images
 from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
-from penstock.ir.schedule import ADDERS, SENDS, Action, Program, Schedule
+from penstock.ir.schedule import ADDERS, COPIES, SENDS, Action, Program, Schedule
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
 from .saved_elsewhere import with_saved_sets
+from .weights_elsewhere import movable_weights, runs_batch_by_batch, with_weights
 
-STATE, ACTIVATIONS, BOTH = KINDS = ("state", "activations", "both")
+STATE, ACTIVATIONS, BOTH, WEIGHTS, ALL = KINDS = ("state", "activations", "both", "weights", "all")
 # The batches after which a rank has no more at home than before.
 _BATCHES = 3
 
@@ -38,7 +39,7 @@ _BATCHES = 3
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
     """Options of `offload`. `space` is the home by its name: the first that a device reaches if not given. `what` is
-    state, activations, which are what forwards saved, or both."""
+    state, activations, which are what forwards saved, or both; weights are weights, gradients and state, all is all."""
 
     space: str = ""
     what: str = STATE
@@ -51,18 +52,35 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
     if module.schedule is None or module.cluster is None:
         raise UsageError("the module has no schedule", where="offload", hint="run the schedule pass first")
     result = module
-    if options.what != STATE:
-        result = _without_saved_sets(result, options.space)
+    if options.what in (ACTIVATIONS, BOTH, ALL):
+        result = _without_saved_sets(result, options.space, alone=options.what != ALL)
     if options.what != ACTIVATIONS:
-        result = _without_state(result, options.space)
+        result = _without_state(result, options.space, alone=options.what in (STATE, BOTH))
+    if options.what in (WEIGHTS, ALL):
+        result = _without_weights(result, options.space)
     return result.noted("offload", *_notes(result))
 
 
-def _without_saved_sets(module: Module, space: str) -> Module:
-    """Return the module with what forwards saved elsewhere until the backward, where that is a while."""
+def _without_weights(module: Module, space: str) -> Module:
+    """Return the module with weights and gradients of packs elsewhere while the rank computes other stages."""
+    assert module.schedule is not None
+    packs = [pack for pack in module.rank_packs() if len(pack) > 2]
+    homes = {s: _home(module, s, space) for pack in packs for s in pack if movable_weights(module, s)}
+    if not homes or not runs_batch_by_batch(module.schedule):
+        raise UsageError(
+            "weights go while a device computes other stages, one batch after the other: it takes three stages or more",
+            where="offload",
+            hint="--packs puts several stages on a device",
+        )
+    return with_weights(module, homes)
+
+
+def _without_saved_sets(module: Module, space: str, *, alone: bool) -> Module:
+    """Return the module with what forwards saved elsewhere until the backward, where that is a while; `alone` as for
+    state."""
     stages = [stage.index for stage in module.stages if module.stage_graph(stage.index, BACKWARD) is not None]
     result = with_saved_sets(module, {stage: _home(module, stage, space) for stage in stages})
-    if not any(stage.home for stage in result.stages):
+    if alone and not any(stage.home for stage in result.stages):
         raise UsageError(
             "no stage saves what it alone takes for a microbatch that waits for its backward during 3 computations: "
             "nothing would be gained",
@@ -72,8 +90,9 @@ def _without_saved_sets(module: Module, space: str) -> Module:
     return result
 
 
-def _without_state(module: Module, space: str) -> Module:
-    """Return the module with optimiser state elsewhere between updates."""
+def _without_state(module: Module, space: str, *, alone: bool) -> Module:
+    """Return the module with optimiser state elsewhere between updates; an error where nothing is, and it goes
+    `alone`."""
     schedule = module.schedule
     assert schedule is not None
     packs = [schedule.stages_of(rank) for rank in schedule.ranks]
@@ -81,7 +100,7 @@ def _without_state(module: Module, space: str) -> Module:
     chunks = {
         stage: listed for pack in packs if len(pack) == 1 for stage in pack if (listed := chunks_of(module, stage))
     }
-    if not packed and not chunks:
+    if not packed and not chunks and alone:
         raise UsageError(
             "no rank has optimiser state that could be elsewhere, a stage or a chunk of it: nothing would be gained",
             where="offload",
@@ -194,13 +213,25 @@ def _notes(module: Module) -> Iterator[str]:
         images = {stage: images for stage in stages if (images := stage_images(module, stage))}
         if images:
             space = next(iter(next(iter(images.values())).values())).space
-            chunked = next((len(items) for items in images.values() if STATE_ITEM not in items), 0)
+            moved = sum(
+                images[a.stage][a.item].stored
+                for a in module.schedule.ranks[rank].batch
+                if a.kind in COPIES and a.item in images.get(a.stage, ())
+            )
+            weights = any(WEIGHTS_ITEM in items for items in images.values())
+            chunked = next((len(items) for items in images.values() if not weights and STATE_ITEM not in items), 0)
             parts = f" in {counted(chunked, 'chunk')}" if chunked else ""
-            nbytes = sum(image.nbytes for items in images.values() for image in items.values())
+            nbytes = sum(image.stored for items in images.values() for image in items.values())
             most = max(resident_bytes(module, module.schedule.expand(rank, 2)))
             yield (
-                f"rank {rank}: state of {counted(len(images), 'stage')}{parts}, {shown_bytes(nbytes)}, is at home in "
-                f"{space}, at most {shown_bytes(most)} of it on the device; a batch copies all of it in and out"
+                f"rank {rank}: {'weights and ' if weights else ''}state of {counted(len(images), 'stage')}{parts}, "
+                f"{shown_bytes(nbytes)}, is at home in {space}, at most {shown_bytes(most)} of it on the device"
+                + (
+                    f", with gradients; a batch copies {shown_bytes(moved)}"
+                    if weights
+                    else "; a batch copies all of it"
+                )
+                + " in and out"
             )
         for stage in stages:
             yield from _saved_notes(module, rank, stage)

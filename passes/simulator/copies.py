@@ -36,7 +36,7 @@ def copies_of(module: Module) -> Callable[[int, Action], Copy]:
         for stage in module.stages
         for item, image in stage_images(module, stage.index).items()
     }
-    moved = {key: (image.space, image.nbytes, users_of(module, key[0], image)) for key, image in images.items()}
+    moved = {key: (image.space, image.stored, users_of(module, key[0], image)) for key, image in images.items()}
     for stage in module.stages:
         if (saved := saved_set(module, stage.index)) is not None:
             moved[stage.index, SAVED_ITEM] = (saved.space, saved.nbytes, saved.users)

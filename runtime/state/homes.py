@@ -148,9 +148,10 @@ class Lanes:
 
 
 class HomedItem:
-    """An item of a stage: its variables at home, and on the device between `bring` and `let_go`."""
+    """An item of a stage: its variables at home, and on the device between `bring` and `let_go`. Without a home they
+    are zero each time they come."""
 
-    def __init__(self, image: Image, home: Home, lanes: Lanes) -> None:
+    def __init__(self, image: Image, home: Home | None, lanes: Lanes) -> None:
         self.image, self._home, self._lanes = image, home, lanes
         self._memory: mmap.mmap | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -171,7 +172,7 @@ class HomedItem:
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensors = self._cut(self._memory)
-        if filled:
+        if filled and self._home is not None:
             self._coming = self._lanes.begin(text, COPY_IN, self._home.read, self._memory)
 
     def wait(self) -> None:
@@ -186,6 +187,8 @@ class HomedItem:
         if self._memory is None:
             raise VerifyError("is to be copied out, and is not on the device", where=self._where)
         self._await_home()
+        if self._home is None:
+            raise VerifyError("is to be copied out, and has no copy at home", where=self._where)
         self._leaving = self._lanes.begin(text, COPY_OUT, self._home.write, self._memory)
 
     def settle(self) -> None:
@@ -211,7 +214,8 @@ class HomedItem:
         """Let the item be filled on the device for the first time."""
         self.bring(filled=False)
         yield
-        self.store()
+        if self._home is not None:
+            self.store()
         self.let_go()
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -224,13 +228,13 @@ class HomedItem:
         """Return the newest contents of a variable, on the device or at home."""
         if self._coming is not None:
             self._lanes.result(self._coming, self.image)
-        return self._tensors[name] if self._tensors else self._cut(self._home.mapped())[name]
+        return self.tensor(name) if self._tensors or self._home is None else self._cut(self._home.mapped())[name]
 
     def apart(self) -> dict[str, torch.Tensor]:
         """Return all variables as they are at home, in a copy that nothing changes. What is on its way there is waited
         for: a run ends with it."""
         self.settle()
-        return self._cut(self._home.copied().mapped())
+        return {} if self._home is None else self._cut(self._home.copied().mapped())
 
     def _cut(self, memory: mmap.mmap) -> dict[str, torch.Tensor]:
         types = {name: var.type for name, var in self.image.variables.items()}

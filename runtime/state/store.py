@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.ir.action_kinds import STATE_ITEM
 from penstock.ir.collective_calls import JointSum
 from penstock.ir.graph import GRAD, Slot, Var
 from penstock.ir.memory.items import Image, images_of
@@ -40,6 +39,8 @@ _ALIGNMENT = 64
 
 
 CPU = torch.device("cpu")
+# The buffer of a parameter that is at home.
+_AWAY = torch.empty(0)
 
 
 def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
@@ -234,6 +235,9 @@ class Store:
         self._lay_out([variables[name] for name in summed.whole])
         self._kept = [(call, self._lent_copies(call, summed)) for call in summed.kept]
         for name, var in variables.items():
+            if name in self._item_of and name in stepped:
+                first = {version % var.versions: version}
+                self.versioned[name] = Versions(var, [_AWAY], first, device, newest=version, most_live=1)
             if name in self.gradients or name in self._item_of:
                 continue
             if var.role == GRAD:
@@ -313,7 +317,12 @@ class Store:
 
     def bring(self, name: str, text: str) -> None:
         """Begin to bring an item to the device. `text` names the copy."""
-        self._homed(name).bring(text)
+        item = self._homed(name)
+        item.bring(text)
+        self._by_turn.clear()
+        for var in item.image.variables:
+            if var in self.versioned:
+                self.versioned[var].buffers[0] = item.tensor(var)
         self._note_item("own", name)
 
     def store(self, name: str, text: str) -> None:
@@ -323,13 +332,16 @@ class Store:
     def let_item_go(self, name: str) -> None:
         """Give the memory of an item back, once it is at home."""
         self._by_turn.clear()
+        for var in self._homed(name).image.variables:
+            if var in self.versioned:
+                self.versioned[var].buffers[0] = _AWAY
         self._homed(name).let_go()
         self._note_item("give", name)
 
-    def await_item(self, name: str) -> None:
-        """Wait for an item that a computation names, or for the only one, if it is on its way to the device."""
-        if (item := self.items.get(name or STATE_ITEM)) is not None:
-            item.wait()
+    def await_items(self, names: Iterable[str]) -> None:
+        """Wait for items that a computation touches, if they are on their way to the device."""
+        for name in names:
+            self.items[name].wait()
 
     def settle(self) -> None:
         """Wait for copies of items to their homes."""
@@ -385,12 +397,15 @@ class Store:
     def buffer(self, slot: Slot, version: int | None, batch: int = 0) -> torch.Tensor:
         """Return the tensor for one slot of a graph's signature. `version` is that of the action; for an update, the
         version it makes. `batch` is the one whose gradients are meant."""
+        if slot.var in self._item_of:
+            # One that is at home is an error here.
+            tensor = self._item_of[slot.var].tensor(slot.var)
+            if slot.var not in self.versioned:
+                return tensor
         if slot.var in self.gradients:
             buffers = self.gradients[slot.var]
             return buffers[batch % len(buffers)]
         versions = self.versioned.get(slot.var)
-        if versions is None and slot.var in self._item_of:
-            return self._item_of[slot.var].tensor(slot.var)
         if versions is None:
             return self.single[slot.var]
         match slot.slot:

@@ -16,8 +16,8 @@ is that of its d samples. The rank that runs microbatch k of a batch runs the k-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ from .feeds import InputCuts
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.runtime.state.store import Store
 
     from .executor import Executor
 
@@ -149,7 +151,8 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, cuts:
             executor.status.show(action)
             stage = stages[action.stage]
             if action.kind == FORWARD:
-                results = stage.compute(FORWARD, action)
+                with _present(stage.store, stage.touched.get(FORWARD, ())):
+                    results = stage.compute(FORWARD, action)
                 if stage.is_loss_stage:
                     losses[action.mb] = results[module.outputs[0]]
                 stage.store.keep_only(action.mb, sent[action.stage])
@@ -202,3 +205,15 @@ def _actions(module: Module, routes: Routes, rank: int, stage: int, mb: int) -> 
             if peer != rank:
                 yield Action(SEND_OF[FORWARD], stage, mb, peer=peer, end=end(edge.dst))
     yield Action(DROP, stage, mb)
+
+
+@contextmanager
+def _present(store: Store, names: Iterable[str]) -> Iterator[None]:
+    """Have items on the device that a computation reads, which are at home between two steps."""
+    brought = [name for name in names if not store.items[name].is_here]
+    for name in brought:
+        store.bring(name, "")
+    store.await_items(brought)
+    yield
+    for name in brought:
+        store.let_item_go(name)

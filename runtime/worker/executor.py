@@ -142,7 +142,7 @@ class Executor:
         self._largest = next(iter(self._sizes.values()))
         # The size of the model that a microbatch runs on, where there are several.
         self.rung_of: Callable[[int], str] | None = None
-        self.graphs = self._largest.graphs
+        self.graphs, self.touched = self._largest.graphs, self._largest.touched
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled()
         self._copies = None if store.device == CPU else transport.copies
@@ -221,6 +221,7 @@ class Executor:
             if kind in SUM_USERS:
                 # Waiting for other ranks is no part of the computation's time.
                 stage.finish_sum(action)
+            stage.store.await_items(stage.touched.get(action.computation, ()))
             if stage.saved_sets is not None and kind in stage.saved_sets.saved.users:
                 stage.saved_sets.wait(action.mb)
             begun = None if self._times is None else self._times.mark()
@@ -328,9 +329,7 @@ class Executor:
         self.store.store(action.item, str(action))
 
     def finish_sum(self, action: Action) -> None:
-        """Wait for the sum of the batch that an action uses, the whole one and this rank's parts, and for an item."""
-        if action.kind == UPDATE:
-            self.store.await_item(action.item)
+        """Wait for the sum of the batch that an action uses, the whole one and this rank's parts."""
         self.transport.finish_sum(action)
         if action.mb in self._keeping:
             assert self._exchange is not None

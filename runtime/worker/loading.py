@@ -51,7 +51,7 @@ class StateSource:
         cluster = self.bundle.module.cluster
         assert cluster is not None, "spaces are those of a cluster"
         space = cluster.space(image.space, self.bundle.rank(self.rank).device)
-        return HomedItem(image, open_home(space, image.nbytes), self.lanes)
+        return HomedItem(image, open_home(space, image.nbytes) if image.stored else None, self.lanes)
 
 
 def load_saved_sets(bundle: Bundle, rank: int, stage: int, lanes: Lanes) -> SavedSets | None:

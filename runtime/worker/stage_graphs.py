@@ -14,6 +14,7 @@ from penstock.ir.action_kinds import AGAIN, BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.batch_shares import fed_inputs
 from penstock.ir.graph import Graph, Module, signature
 from penstock.ir.ladder.ladder import Ladder
+from penstock.ir.memory.items import stage_images, users_of
 from penstock.ir.memory.update_parts import computation_of, update_parts
 from penstock.ir.schedule import ADDERS, COMPUTE, PHASES, SEND_OF
 
@@ -38,6 +39,11 @@ class StageGraphs:
             for name, graph in {**self.graphs, **parts}.items()
         }
         self.taken = {name: graph.ins for name, graph in {**self.graphs, **parts}.items()}
+        # The items that a computation touches, whose copies it waits for.
+        self.touched: dict[str, list[str]] = {}
+        for item, image in stage_images(module, stage).items():
+            for name in users_of(module, stage, image):
+                self.touched.setdefault(name, []).append(item)
         leaving = [edge for edge in module.edges if edge.src == stage]
         sent: dict[str, set[str]] = {phase: set() for phase in PHASES}
         # The values that other stages of this rank take, by phase and stage.

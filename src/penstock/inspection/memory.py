@@ -134,7 +134,11 @@ def home_room(module: Module, rank: int) -> HomeRoom | None:
         + sum(
             saved.nbytes * most_sets_back(actions_of(module.schedule, rank, 2), stage) for stage, saved in sets.items()
         ),
-        sum((sets[a.stage] if moves_saved(a) else images[a.stage, a.item]).nbytes for a in actions if a.kind in COPIES),
+        sum(
+            (sets[a.stage].nbytes if moves_saved(a) else images[a.stage, a.item].stored)
+            for a in actions
+            if a.kind in COPIES
+        ),
     )
 
 

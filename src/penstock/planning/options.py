@@ -20,7 +20,7 @@ FOLDER_PREFIX = "hf:"
 WEIGHTS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 # What may be in another memory space between its uses.
-OFFLOADS = ("none", "state", "activations", "both")
+OFFLOADS = ("none", "state", "activations", "both", "weights", "all")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class PlanOptions:
     offload: str = setting(
         "none",
         "what is in another memory space between its uses: nothing, optimiser state, of which a few chunks are on the "
-        "device at once, what forwards saved until the backward (activations), or both (default: none)",
+        "device at once, what forwards saved until the backward (activations), both, weights with gradients and state "
+        "of all stages of a device but two (weights), or all (default: none)",
         choices=OFFLOADS,
         rare=True,
     )

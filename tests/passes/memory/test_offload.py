@@ -196,9 +196,9 @@ def test_nothing_moves_that_has_no_home() -> None:
         verify(_at_home(module, 2, ""))
     with pytest.raises(VerifyError, match="reaches no memory space 'tape'"):
         verify(_at_home(module, 2, "tape"))
-    weight = next(name for name, var in module.vars.items() if var.role == "param")
+    weight = next(name for name, var in module.vars.items() if var.role == "setting")
     parameter = module.but(vars={**module.vars, weight: replace(module.vars[weight], home="disk")})
-    with pytest.raises(VerifyError, match="only optimiser state of one stage can be"):
+    with pytest.raises(VerifyError, match="only what one stage trains can be"):
         verify(parameter)
 
 

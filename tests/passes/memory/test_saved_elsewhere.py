@@ -145,8 +145,8 @@ def test_what_gains_nothing_is_refused() -> None:
     cluster = replace(Cluster.local(4), spaces=(Space("disk"),))
     with pytest.raises(UsageError, match="no stage saves what it alone takes for a microbatch that waits"):
         run_passes(chain_model(WIDTHS, [], rows=2).but(cluster=cluster), calls, PASSES)
-    with pytest.raises(UsageError, match="unknown 'weights', expected one of state, activations, both"):
-        offload(planned("1f1b", "none", "none"), OffloadOptions(what="weights"))
+    with pytest.raises(UsageError, match="unknown 'data', expected one of state, activations, both"):
+        offload(planned("1f1b", "none", "none"), OffloadOptions(what="data"))
     with pytest.raises(UsageError, match="cannot be made again as well"):
         planned("1f1b", "all", "activations")
     module = away("1f1b")

@@ -184,7 +184,7 @@ def test_what_is_away_is_not_read_by_mistake(tmp_path) -> None:
     with pytest.raises(VerifyError, match=r"@a: is asked for on the device, and is at home in disk"):
         store.buffers("s0.U", [Slot("a", "latest")], None, 0)
     store.bring("o", "0CI0:o")
-    store.await_item("o")
+    store.await_items(["o"])
     (held,) = store.buffers("s0.U", [Slot("a", "latest")], None, 0)
     assert held.shape == (3, 5)
     with pytest.raises(VerifyError, match="is on the device already"):

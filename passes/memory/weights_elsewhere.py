@@ -1,0 +1,149 @@
+"""Weights and gradients of the stages of a pack, in another memory space while the rank computes other stages.
+
+In: a wired schedule whose ranks run several stages, one batch after the other. Out: parameters and gradients with a
+home, and the actions that move them, in the program of a rank:
+
+    CI:w F F F .. L:w             a visit that reads the weights: no copy out, they did not change
+    CI:w CI:g B B B U CO:w L:g L:w        a visit that ends with the update
+
+A *visit* is a run of computations of one stage. Weights come in the middle of the visit before, and go in the middle of
+the one after, so two stages have theirs on the device at once. Gradients come with the first backward and go with the
+update: they are zero between, so nothing is copied. Where a stage runs all microbatches of a batch before the next,
+three copies of all weights move per batch: in for F, in for B, out after U.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, GRADIENTS_ITEM, LET_GO, UPDATE, WEIGHTS_ITEM
+from penstock.ir.graph import GRAD, PARAM, Module, touched_vars
+from penstock.ir.memory.items import stage_images
+from penstock.ir.schedule import ADDERS, COMPUTE, READERS, RECEIVES, Action, Program, Schedule
+
+from .chunks import middle_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A run of computations of one stage, by their places."""
+
+    stage: int
+    places: tuple[int, ...]
+
+
+def movable_weights(module: Module, stage: int) -> list[str]:
+    """List the parameters and gradients that one stage alone touches, and of which there is one version."""
+    touched = [_touched(module, other.index) for other in module.stages if other.index != stage]
+    mine = _touched(module, stage)
+    return [
+        name
+        for name, var in module.vars.items()
+        if var.role in (PARAM, GRAD)
+        and var.stage == stage
+        and var.versions == 1
+        and name in mine
+        and not any(name in names for names in touched)
+    ]
+
+
+def _touched(module: Module, stage: int) -> set[str]:
+    kinds = ("read", "write", "accum", "take", "put")
+    return {name for kind in COMPUTE for name in touched_vars(module.stage_graph(stage, kind), *kinds)}
+
+
+def runs_batch_by_batch(schedule: Schedule) -> bool:
+    """Return whether all that belongs to a batch stands in its own list."""
+    m = schedule.microbatches
+    return all(not p.start and all(a.batch(m) == 1 for a in p.batch if not a.item) for p in schedule.ranks.values())
+
+
+def with_weights(module: Module, homes: Mapping[int, str]) -> Module:
+    """Return the module with the weights and gradients of some stages at home in a space, and the actions that move
+    them."""
+    schedule, variables = module.schedule, dict(module.vars)
+    assert schedule is not None
+    for stage, home in homes.items():
+        variables |= {name: replace(variables[name], home=home) for name in movable_weights(module, stage)}
+    away = module.but(vars=variables)
+    ranks = {rank: _with_moves(away, program, homes) for rank, program in schedule.ranks.items()}
+    return away.but(schedule=Schedule(schedule.name, schedule.microbatches, ranks))
+
+
+def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Program:
+    batch = program.batch
+    before: dict[int, list[Action]] = {}
+    behind: dict[int, list[Action]] = {}
+    for place, action in _moves_of_weights(module, batch, stages):
+        before.setdefault(place, []).append(action)
+    _put_gradients(module, batch, stages, before, behind)
+    listed: list[Action] = []
+    for i in range(len(batch) + 1):
+        listed += before.get(i, ())
+        listed += batch[i : i + 1]
+        listed += behind.get(i, ())
+    return Program(program.start, tuple(listed))
+
+
+def _moves_of_weights(module: Module, batch: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, Action]]:
+    """Yield the moves of weights of a rank, each with the place that it stands in front of. What goes is ahead of what
+    comes."""
+    visits = list(_visits(module, batch, stages))
+    for k, visit in enumerate(visits):
+        come = _moved(COPY_IN, visit.stage, WEIGHTS_ITEM)
+        if k == 0:
+            yield _ahead_of_receives(batch, visit.places[0]), come
+        elif k == 1 or visits[k - 2].stage != visit.stage:
+            middle = middle_of(batch, visits[k - 1].places[0] - 1, visits[k - 1].places[-1] + 1)
+            if k > 1:
+                yield middle, _moved(LET_GO, visits[k - 2].stage, WEIGHTS_ITEM)
+            yield middle, come
+        for place in visit.places:
+            if batch[place].kind == UPDATE and not batch[place].item:
+                yield place + 1, _moved(COPY_OUT, visit.stage, WEIGHTS_ITEM)
+    for stage in dict.fromkeys(visit.stage for visit in visits[-2:]):
+        yield len(batch), _moved(LET_GO, stage, WEIGHTS_ITEM)
+
+
+def _visits(module: Module, batch: Sequence[Action], stages: Collection[int]) -> Iterator[_Visit]:
+    moving = {stage for stage in stages if WEIGHTS_ITEM in stage_images(module, stage)}
+    visit: list[int] = []
+    for i, action in enumerate(batch):
+        # A backward that reads no weights may yet get an R that does.
+        if action.stage not in moving or action.kind not in (*READERS, UPDATE):
+            continue
+        if visit and batch[visit[-1]].stage != action.stage:
+            yield _Visit(batch[visit[0]].stage, tuple(visit))
+            visit = []
+        visit.append(i)
+    if visit:
+        yield _Visit(batch[visit[0]].stage, tuple(visit))
+
+
+def _put_gradients(
+    module: Module,
+    batch: Sequence[Action],
+    stages: Collection[int],
+    before: dict[int, list[Action]],
+    behind: dict[int, list[Action]],
+) -> None:
+    """Let gradients come with the first computation that adds to them, and go with the update."""
+    for stage in stages:
+        if GRADIENTS_ITEM not in stage_images(module, stage):
+            continue
+        places = [i for i, a in enumerate(batch) if a.stage == stage and a.kind in ADDERS]
+        updates = [i for i, a in enumerate(batch) if a.stage == stage and a.kind == UPDATE and not a.item]
+        if places and updates:
+            before.setdefault(_ahead_of_receives(batch, places[0]), []).append(_moved(COPY_IN, stage, GRADIENTS_ITEM))
+            behind.setdefault(updates[0], []).append(_moved(LET_GO, stage, GRADIENTS_ITEM))
+
+
+def _moved(kind: str, stage: int, item: str) -> Action:
+    return Action(kind, stage, 1, item=item)
+
+
+def _ahead_of_receives(batch: Sequence[Action], at: int) -> int:
+    while at and batch[at - 1].kind in RECEIVES:
+        at -= 1
+    return at

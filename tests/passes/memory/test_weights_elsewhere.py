@@ -1,0 +1,151 @@
+"""Weights and gradients that are elsewhere while a rank computes other stages: the same numbers in a store of two
+levels, the bytes that move, the programs that the verifier refuses, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from tests.oracles.drawn_chains import chain_model
+from tests.passes.memory.test_offload import WIDTHS, edited, same, trained
+
+from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.graph import Module
+from penstock.ir.memory.items import home_bytes, stage_images
+from penstock.ir.memory.predict import measure_memory
+from penstock.ir.schedule import Action
+from penstock.ir.text import parse_module, print_module
+from penstock.ir.verify.verifier import verify
+from penstock.passes.manager import run_passes
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
+from penstock.support.errors import DoesNotFit, UsageError, VerifyError
+
+M = 4
+# Devices, stages of each, and what else is asked for.
+CASES = {
+    "one device": (1, 4, {}),
+    "two devices": (2, 4, {}),
+    "clipped": (1, 4, {"guard": {"clip": 0.5}}),
+    "made again": (2, 4, {"recompute": "all"}),
+}
+
+
+@cache
+def planned(case: str, offload: str = "weights", memory: int = 0, m: int = M) -> Module:
+    devices, packs, settings = CASES[case]
+    cluster = replace(Cluster.local(devices), spaces=(Space("disk"),))
+    if memory:
+        cluster = replace(cluster, devices=tuple(replace(d, spaces=(("ram", memory),)) for d in cluster.devices))
+    options = PipelineOptions(
+        schedule="interleaved", microbatches=m, packs=packs, offload=offload, **{"recompute": "none", **settings}
+    )
+    every = 8 // (devices * packs)
+    cuts = tuple(f"layer{i}" for i in range(every, 8, every))
+    calls = training_pipeline({"kind": "adamw", "lr": 0.1}, {"split_at": cuts}, options)
+    return run_passes(chain_model(WIDTHS, [], rows=2).but(cluster=cluster), calls, PASSES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_the_same_bit_for_bit(case: str) -> None:
+    module = planned(case)
+    verify(module)
+    assert parse_module(print_module(module)) == module
+    assert {a.item for a in module.schedule.actions() if a.item} == {"o", "w", "g"}
+    assert same(trained(module), trained(planned(case, "none")))
+
+
+def test_all_that_may_be_elsewhere_is() -> None:
+    module = planned("two devices", "all")
+    verify(module)
+    assert {a.item for a in module.schedule.actions() if a.item} >= {"o", "w", "g"}
+    assert same(trained(module), trained(planned("two devices", "none")))
+
+
+def moved_weights(module: Module, rank: int) -> tuple[int, list[int]]:
+    """The bytes of weights that a batch moves, and those of the weights of each stage of the rank."""
+    program = module.schedule.ranks[rank].batch
+    sizes = {stage: stage_images(module, stage)["w"].nbytes for stage in module.rank_packs()[rank]}
+    return sum(sizes[a.stage] for a in program if a.item == "w" and a.kind in ("CI", "CO")), list(sizes.values())
+
+
+def test_a_batch_moves_weights_three_times_where_a_stage_runs_all_microbatches_at_once() -> None:
+    """In for F, in for B, out after U; but for the last two stages of the rank, which are still there for their B. In
+    turns of less, weights come once in each."""
+    for case, m in (("two devices", 2), ("two devices", 3), ("one device", 1)):
+        moved, sizes = moved_weights(planned(case, m=m), 0)
+        assert moved == 3 * sum(sizes) - sum(sizes[-2:])
+    moved, sizes = moved_weights(planned("two devices", m=8), 0)
+    assert moved > 5 * sum(sizes)
+
+
+def test_two_stages_have_their_weights_on_the_device_at_once() -> None:
+    module, whole = planned("two devices"), planned("two devices", "none")
+    for rank, row in measure_memory(module).items():
+        here, most = set[int](), 0
+        for a in module.schedule.expand(rank, 3):
+            if a.item == "w" and a.kind in ("CI", "L"):
+                (here.add if a.kind == "CI" else here.remove)(a.stage)
+                most = max(most, len(here))
+        assert (most, here) == (2, set())
+        assert row.peak < measure_memory(whole)[rank].peak
+        stored = [image.stored for s in module.rank_packs()[rank] for image in stage_images(module, s).values()]
+        assert home_bytes(module)["disk", "localhost"][rank] == sum(stored)
+        assert all(stage_images(module, s)["g"].stored == 0 for s in module.rank_packs()[rank])
+
+
+# ------------------------------------------------------------------------------------------------ refused programs
+
+
+def change(kind: str, item: str, put: Callable[[Action], Iterable[Action]]) -> Callable[[Module], Module]:
+    def rule(_: int, a: Action) -> Iterable[Action]:
+        return put(a) if (a.kind, a.item, a.stage) == (kind, item, 1) else (a,)
+
+    return lambda module: edited(module, rule)
+
+
+def early(module: Module) -> Module:
+    """L of gradients stands in front of their update."""
+
+    def rule(_: int, a: Action) -> Iterable[Action]:
+        if (a.kind, a.item, a.stage) == ("L", "g", 1):
+            return ()
+        return (Action("L", 1, a.mb, item="g"), a) if (a.kind, a.stage) == ("U", 1) else (a,)
+
+    return edited(module, rule)
+
+
+REFUSED = {
+    "a CI left out": (change("CI", "w", lambda a: ()), r"takes @.*, which is at home in disk \(no 1CI\d:w before\)"),
+    "a CO left out": (change("CO", "w", lambda a: ()), r"lets go of the only copy of @.*, which 1U.* changed"),
+    "gradients left out": (change("CI", "g", lambda a: ()), r"takes @.*, which is at home .*no 1CI\d:g before"),
+    "gradients lost": (early, r"lets go of the only copy of @.*, which 1B.* changed"),
+    "gradients copied": (change("L", "g", lambda a: (a._replace(kind="CO"), a)), "gradients have no copy at home"),
+    "never let go of": (change("L", "w", lambda a: ()), "brings what is on the device since step"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_the_verifier_refuses(how: str) -> None:
+    edit, message = REFUSED[how]
+    with pytest.raises(VerifyError, match=message):
+        verify(edit(planned("one device")))
+
+
+@pytest.mark.parametrize("how", ["a CI left out", "a CO left out", "gradients left out", "gradients lost"])
+def test_the_interpreter_shows_it_as_well(how: str) -> None:
+    assert not same(trained(REFUSED[how][0](planned("one device"))), trained(planned("one device", "none")))
+
+
+def test_one_byte_less_is_refused() -> None:
+    peak = max(row.peak for row in measure_memory(planned("two devices")).values())
+    verify(planned("two devices", memory=peak))
+    with pytest.raises(DoesNotFit, match="at the worst moment"):
+        planned("two devices", memory=peak - 1)
+
+
+def test_a_device_with_few_stages_is_refused(monkeypatch) -> None:
+    monkeypatch.setitem(CASES, "few", (2, 2, {}))
+    with pytest.raises(UsageError, match="it takes three stages or more"):
+        planned("few")
