@@ -22,6 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 
 from penstock.frontends.torch.decoding import CachePlaces, attend, pick
 from penstock.support.errors import UnsupportedModel, UsageError
@@ -29,6 +30,9 @@ from penstock.support.errors import UnsupportedModel, UsageError
 ATTENTION = "penstock"
 # What transformers hands to attention besides, and what does not change it here.
 _HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position")
+
+# Elements. Smaller tensors may be those that are filled by hand.
+_LARGE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def make_module(config: Mapping[str, Any], where: str) -> nn.Module:
     settings = {name: value for name, value in config.items() if name not in ("model_type", "quantization_config")}
     try:
         read = AutoConfig.for_model(config["model_type"], **settings)
-        with _parameters_on_meta():
+        with _UnfilledOnMeta(), _parameters_on_meta():
             module = AutoModelForCausalLM.from_config(read, attn_implementation=ATTENTION, dtype=torch.float32)
     except Exception as error:  # transformers raises errors of its own kinds for settings that make no sense
         raise UsageError(
@@ -61,9 +65,24 @@ def make_module(config: Mapping[str, Any], where: str) -> nn.Module:
     return module.eval()  # type: ignore[no-any-return]
 
 
+class _UnfilledOnMeta(TorchFunctionMode):
+    """Make large tensors that nothing fills yet on the device meta: the parameters of layers, before they are drawn.
+
+    Were they made in memory and let go one by one, the heap could grow by all of them: small objects are put where a
+    parameter was, and the next one of its size does not fit there any more.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            without_memory = func(*args, **{**(kwargs or {}), "device": "meta"})
+            if without_memory.numel() >= _LARGE:
+                return without_memory
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the device meta when it is made, so that one of them is in memory at a time."""
+    """Move each parameter that is filled when it is made, such as ones, to the device meta."""
     register = nn.Module.register_parameter
 
     def register_without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
