@@ -40,29 +40,29 @@ WAYS = ("none", "state")
 class Way:
     """The way to a disk: two files of so many bytes, one to read and one to write."""
 
-    def __init__(self, folder: Path, nbytes: int) -> None:
-        self.size = -(-nbytes // PIECE) * PIECE
+    def __init__(self, folder: Path, read: int, written: int) -> None:
+        self.sizes = [-(-nbytes // PIECE) * PIECE for nbytes in (read, written)]
         flags = os.O_RDWR | os.O_TMPFILE | getattr(os, "O_DIRECT", 0)
         self.files = [os.open(folder, flags, 0o600) for _ in range(2)]
         self.memory = [mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in self.files]
-        for file in self.files:
-            os.posix_fallocate(file, 0, self.size)
-            self.write(file, self.memory[0])
+        for file, size in zip(self.files, self.sizes, strict=True):
+            os.posix_fallocate(file, 0, size)
+            self.write(file, self.memory[0], size)
 
-    def write(self, file: int, memory: mmap.mmap) -> None:
-        for start in range(0, self.size, PIECE):
+    def write(self, file: int, memory: mmap.mmap, size: int) -> None:
+        for start in range(0, size, PIECE):
             assert os.pwrite(file, memory, start) == PIECE
 
-    def read(self, file: int, memory: mmap.mmap) -> None:
-        for start in range(0, self.size, PIECE):
+    def read(self, file: int, memory: mmap.mmap, size: int) -> None:
+        for start in range(0, size, PIECE):
             assert os.preadv(file, [memory], start) == PIECE
 
     def seconds(self) -> float:
         """Return how long it takes to read all of one file, and to write all of the other meanwhile."""
         begun = time.perf_counter()
         with ThreadPoolExecutor(2) as threads:
-            pairs = zip((self.read, self.write), self.files, self.memory, strict=True)
-            for done in [threads.submit(move, file, memory) for move, file, memory in pairs]:
+            both = zip((self.read, self.write), self.files, self.memory, self.sizes, strict=True)
+            for done in [threads.submit(move, file, memory, size) for move, file, memory, size in both]:
                 done.result()
         return time.perf_counter() - begun
 
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure both trainings and the way in turns; the first turn warms up."""
     without, elsewhere = (Contender(arguments, offload) for offload in WAYS)
     assert elsewhere.curve.home is not None
-    way = Way(Path(arguments.out), elsewhere.curve.home.bytes)
+    way = Way(Path(arguments.out), elsewhere.curve.home.bytes, elsewhere.curve.home.bytes)
     rows: list[tuple[float, float, float]] = []
     for _ in range(arguments.rounds + 1):
         rows.append((way.seconds(), without.seconds(arguments.steps), elsewhere.seconds(arguments.steps)))
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "state bytes": elsewhere.curve.home.bytes,
         "state on device": elsewhere.curve.home.on_device,
         "way seconds": moving,
-        "way bytes per second": 2 * way.size / moving,
+        "way bytes per second": sum(way.sizes) / moving,
         "without": whole,
         "elsewhere": away,
         "reached": max(moving, whole) / away,

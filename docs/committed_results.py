@@ -28,6 +28,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "split-training": committed_table("tensor_parallel"),
         "collective-times": committed_table("collectives"),
         "shared-out": committed_table("zero"),
+        "beyond-memory": committed_table("beyond_memory"),
         "export-verdicts": export_verdicts,
         "exported-models": partial(exported_models, "beside_onnxruntime"),
         "quantised-models": partial(exported_models, "quantised_onnx"),

@@ -45,6 +45,7 @@ from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import REPLICAS
 from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.manager import Call, parse_pipeline, run_passes
+from penstock.passes.memory.offload import ALL, BOTH, STATE, WEIGHTS
 from penstock.passes.partition.devices import Axes, StageDevices, mesh_axes
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import fair_shares
@@ -69,7 +70,14 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     cluster = _without(reference.cluster, devices)
     placed = _placed(bundle, cluster, mesh_axes(before[first].options.mesh))
     calls = _changed(before[first:], placed, bundle)
-    module = run_passes(reference.but(cluster=cluster), calls, PASSES)
+    try:
+        module = run_passes(reference.but(cluster=cluster), calls, PASSES)
+    except UsageError:
+        # On other devices nothing may be gained by what is elsewhere. Any other error comes again.
+        without = [call for call in calls if call.name != "offload"]
+        if len(without) == len(calls):
+            raise
+        calls, module = without, run_passes(reference.but(cluster=cluster), without, PASSES)
     every = [*before[:first], *calls]
     facts = describe_plan(module, reference, every, predict(module))
     weights, origin = bundle.weights(), _origin(bundle)
@@ -140,7 +148,9 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
     if bundle.module.packs and not packed:
         partitioned |= {"packs": 1, "folded": False, "schedule": SYNCHRONOUS[0]}
         changes["schedule"]["kind"] = SYNCHRONOUS[0]
-        calls = [call for call in calls if call.name != "offload"]
+        # One stage has its weights on its device all the time.
+        what = next((call.options.what for call in calls if call.name == "offload"), STATE)
+        changes["offload"] = {"what": {WEIGHTS: STATE, ALL: BOTH}.get(what, what)}
     if any(len({*of_stage}) > 1 for of_stage in dealt):
         # Replicas with unequal shares cannot meet in every microbatch.
         changes["zero"] = {"level": 1}

@@ -119,6 +119,20 @@ def test_a_rank_of_packs_that_is_killed_ends_the_run(mlp, tmp_path):
                 os.kill(job.workers.process_ids()[1], signal.SIGKILL)
 
 
+def test_state_stays_elsewhere_on_fewer_devices(tmp_path):
+    """Of packs that become one stage on each device: state then goes in chunks."""
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=16)
+    model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [8] * 9, batch=4))
+    options = {"schedule": "interleaved", "packs": 2, "offload": "state", "spill": str(tmp_path)}
+    path = ps.compile(ps.plan(model, Cluster.local(4), training, **options), tmp_path / "four", backend="numpy")
+    replan(open_bundle(path), ["cpu:0", "cpu:2", "cpu:3"], tmp_path / "three")
+    three = open_bundle(tmp_path / "three")
+    assert three.plan["offload"] == "state"
+    assert "c0" in {action.item for action in three.module.schedule.actions()}
+    ran = [run_bundle(one, steps=2, progress=False, timeout=60).losses for one in (path, tmp_path / "three")]
+    assert ran[0] == pytest.approx(ran[1], rel=1e-6)
+
+
 def test_microbatches_that_cannot_be_dealt_to_fewer_devices_go_through_one_stage_each(tmp_path):
     """Sixteen make equal groups for four devices, and none for three."""
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=16)

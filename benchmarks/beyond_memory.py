@@ -1,0 +1,214 @@
+"""A GPT of four times the memory of its device, trained under a limit of the system, beside the way to the disk.
+
+    python benchmarks/beyond_memory.py --out DIR                     52 million parameters: about four minutes
+    python benchmarks/beyond_memory.py --out DIR --width 192 --layers 8 --steps 3
+
+A GPT is trained with AdamW on one device of one thread, whose stages are all elsewhere (`--offload weights`), in a
+memory cgroup: the kernel ends what takes more. The cgroup holds the whole run, the process that starts it and that of
+the rank. What a run of a tiny model takes there is measured first. A quarter of the weights, gradients and state of the
+model come on top: that is the limit. The losses are compared to the last bit to those of the same stages with all on
+the device and no limit. Under the limit that run has to be ended by the kernel: exit code 1 where it is not.
+
+The way is measured by code of its own before and behind each: two threads, one that reads what a batch copies in and
+one that writes what it copies out, in pieces of 4 MiB past the system's cache. No batch can be faster than that, nor
+than the training without. The larger of the two is the floor of a step, and `reached` is floor / step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from elsewhere import Way
+from machine import load, markdown, processor, system, versions, write_json
+
+import penstock as ps
+from penstock.inspection.memory import memory_curves
+from penstock.ir.memory.items import stage_images
+from penstock.ir.memory.predict import measure_memory
+from penstock.ir.schedule import COPIES
+from penstock.models import write_gpt
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+SHARE = 4
+
+
+class Group:
+    """A memory cgroup of version 1. `most` is the memory that its processes had at most, without files that the system
+    keeps."""
+
+    def __init__(self, name: str, limit: int = 0) -> None:
+        self.path = CGROUPS / f"penstock-{os.getpid()}-{name}"
+        self.path.mkdir()
+        if limit:
+            (self.path / "memory.limit_in_bytes").write_text(str(limit))
+
+    def run(self, bundle: Path, steps: int) -> dict[str, Any] | None:
+        """Train in the group; None where the run was ended."""
+        command = [sys.executable, __file__, "--train", str(bundle), "--steps", str(steps), "--group", str(self.path)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+        if done.returncode:
+            print((done.stderr.strip().splitlines() or ["ended without a word"])[-1], file=sys.stderr)
+            return None
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    @property
+    def kills(self) -> int:
+        """The processes that the kernel has ended."""
+        rows = dict(line.split() for line in (self.path / "memory.oom_control").read_text().splitlines())
+        return int(rows.get("oom_kill", 0))
+
+    def close(self) -> None:
+        for _ in range(50):
+            try:
+                self.path.rmdir()
+                return
+            except OSError:  # processes that were ended are still leaving
+                time.sleep(0.1)
+
+
+def train(bundle: str, steps: int, group: str) -> None:
+    """Train in a group, and print losses, seconds of a step, and the memory of all processes in the group."""
+    (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    with ps.open(bundle, timeout=300) as job:
+        vocab, draw = job.module.vars["wte.weight"].type.dims[0], np.random.default_rng(0)
+        shapes = {value.name: value.type.dims for value in job.module.data_inputs}
+        count = job.module.schedule.microbatches
+
+        def batch() -> dict[str, np.ndarray]:
+            return {n: draw.integers(0, vocab, (dims[0] * count, *dims[1:])) for n, dims in shapes.items()}
+
+        losses, seconds = list(job.run(iter([batch()]))), []
+        for _ in range(steps - 1):
+            given, begun = batch(), time.perf_counter()
+            losses += job.run(iter([given]))
+            seconds.append(time.perf_counter() - begun)
+        stat = dict(line.split() for line in (Path(group) / "memory.stat").read_text().splitlines())
+    print(json.dumps({"losses": losses, "seconds": seconds, "resident": int(stat["rss"]) + int(stat["mapped_file"])}))
+
+
+def compiled(arguments: argparse.Namespace, width: int, offload: str) -> tuple[Path, Any]:
+    out = Path(arguments.out)
+    model = write_gpt(
+        out / f"gpt-{width}.onnx", layers=arguments.layers, width=width, heads=4, vocab=arguments.vocab if width > 64 else 64,
+        positions=arguments.positions if width > 64 else 16, batch=arguments.samples,
+    )  # fmt: skip
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=1)
+    spill = {"spill": f"{out.resolve()}/"} if offload != "none" else {}
+    settings = {"schedule": "interleaved", "packs": arguments.packs, "offload": offload, "recompute": "none", **spill}
+    plan = ps.plan(ps.from_onnx(model), ps.Cluster.local(1), training, **settings)
+    return ps.compile(plan, out / f"{width}-{offload}"), plan.module
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    tiny, _ = compiled(arguments, 64, "none")
+    group = Group("tiny")
+    base = (group.run(tiny, 2) or {})["resident"]
+    group.close()
+    (whole, module), (away, moved) = (compiled(arguments, arguments.width, kind) for kind in ("none", "weights"))
+    (row,), (curve,) = measure_memory(module).values(), memory_curves(moved)
+    images = dict.fromkeys(COPIES, 0)
+    for action in moved.schedule.ranks[0].batch:
+        if action.kind in COPIES:
+            images[action.kind] += stage_images(moved, action.stage)[action.item].stored
+    cap = row.fixed // SHARE
+    way = Way(Path(arguments.out), *images.values())
+    seconds = [way.seconds()]
+    limited = Group("away", base + cap)
+    found = limited.run(away, arguments.steps)
+    kills = limited.kills
+    limited.close()
+    seconds.append(way.seconds())
+    free = Group("whole")
+    expected = free.run(whole, arguments.steps)
+    free.close()
+    seconds.append(way.seconds())
+    control = Group("control", base + cap)
+    ended = control.run(whole, 2) is None and control.kills > 0
+    control.close()
+    assert expected is not None, "the run without a limit failed"
+    without = statistics.median(expected["seconds"])
+    step = statistics.median(found["seconds"]) if found else float("nan")
+    moving = statistics.median(seconds)
+    return {
+        "parameters": sum(v.type.size for v in module.vars.values() if v.role == "param"),
+        "weights, gradients and state": row.fixed,
+        "cap": cap,
+        "base": base,
+        "planned": curve.memory.peak,
+        "copied in and out": list(images.values()),
+        "way seconds": seconds,
+        "way bytes per second": sum(way.sizes) / moving,
+        "without": without,
+        "elsewhere": step,
+        "reached": max(moving, without) / step,
+        "steps": arguments.steps,
+        "same losses": found is not None and found["losses"] == expected["losses"],
+        "kills": kills,
+        "control ended": ended,
+        "turns": [found and found["seconds"], expected["seconds"]],
+    }
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of runs: what each has, what it took, and how it ended."""
+    found, mib = rows[0], 1 << 20
+    into, out = found["copied in and out"]
+    listed = [
+        ["parameters", f"{found['parameters'] / 1e6:.0f} million"],
+        ["weights, gradients and state", f"{found['weights, gradients and state'] / mib:.0f} MiB"],
+        ["what the limit leaves for them", f"{found['cap'] / mib:.0f} MiB"],
+        ["planned for the rank at the worst moment", f"{found['planned'] / mib:.0f} MiB"],
+        ["a batch copies in and out", f"{into / mib:.0f} and {out / mib:.0f} MiB"],
+        ["seconds of a step with all on the device, no limit", f"{found['without']:.2f}"],
+        ["seconds of the way alone for these copies", f"{statistics.median(found['way seconds']):.2f}"],
+        ["seconds of a step under the limit", f"{found['elsewhere']:.2f}"],
+        ["floor / step; the goal is 0.8", f"{found['reached']:.2f}"],
+        [f"losses of {found['steps']} steps", "the same to the last bit" if found["same losses"] else "DIFFER"],
+        ["all on the device under the limit", "ended by the kernel" if found["control ended"] else "NOT ENDED"],
+    ]
+    return ["", "measured"], listed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", help="a folder on the disk that is measured (default: one for temporary files)")
+    sizes = {"width": 512, "layers": 16, "packs": 17, "vocab": 2048, "positions": 32, "samples": 4, "steps": 50}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", help="write the figures here, too")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.train:
+        train(arguments.train, arguments.steps, arguments.group)
+        return 0
+    if not os.access(CGROUPS, os.W_OK):
+        parser.error(f"{CGROUPS} is no place for memory cgroups of version 1")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.out = arguments.out or folder
+        found = measure(arguments)
+    cores = sorted(os.sched_getaffinity(0))
+    machine = [processor(cores), system(), versions("torch", "numpy"), f"load {load()}"]
+    print("; ".join(machine))
+    print(markdown(*table_of([found])))
+    if arguments.json:
+        kept = {name: value for name, value in vars(arguments).items() if name in sizes}
+        write_json(arguments.json, {"arguments": kept, "machine": machine, "rows": [found]})
+    return 0 if found["same losses"] and found["control ended"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
