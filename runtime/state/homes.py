@@ -15,6 +15,7 @@ import mmap
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -69,7 +70,7 @@ class _Lane:
     """A thread that does one copy after the other, and when it last moved something."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._work = name, queue.SimpleQueue[Callable[[], None]]()
+        self._name, self._work = name, queue.SimpleQueue[Callable[[], None] | None]()
         self._thread: threading.Thread | None = None
         self.moved_at = 0.0
 
@@ -94,8 +95,14 @@ class _Lane:
         return future
 
     def _serve(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
+            # It has the memory of the copy.
+            del work
+
+    def close(self) -> None:
+        """End the thread behind what it has to do."""
+        self._work.put(None)
 
 
 class Lanes:
@@ -104,6 +111,9 @@ class Lanes:
 
     def __init__(self, timeout: float = 300.0) -> None:
         self._lanes = {COPY_IN: _Lane("copies in"), COPY_OUT: _Lane("copies out")}
+        # Threads end when nobody can ask them for a copy any more.
+        for lane in self._lanes.values():
+            weakref.finalize(self, lane.close).atexit = False
         self._timeout = timeout
         self.done: list[CopyTimes] | None = None
 

@@ -355,3 +355,19 @@ def test_a_home_in_memory_is_warned_of(tmp_path) -> None:
     (warning,) = home_warnings(module)
     assert "disk is in /dev/shm, a tmpfs" in warning
     assert not [*home_warnings(module.but(vars={}))]
+
+
+def test_threads_that_copy_end_with_their_rank(tmp_path) -> None:
+    before, lanes = set(threading.enumerate()), Lanes()
+    homed = item(tmp_path, lanes)
+    with homed.filling():
+        pass
+    homed.bring()
+    homed.wait()
+    threads = set(threading.enumerate()) - before
+    assert {thread.name for thread in threads} == {"copies in", "copies out"}
+    del homed, lanes
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
