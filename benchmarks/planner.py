@@ -4,7 +4,7 @@
     python benchmarks/planner.py --unequal 8 16 [--replicas 1] [--layers 36]
 
 With --unequal the devices of a fleet are all different, each on a host of its own, and the chain has layers of random
-work (the seed is the number of devices).
+work (the seed is the number of devices). The last rows are all that `penstock plan` asks the planner.
 
 Every schedule is planned. Prints one line per cluster and schedule: seconds of this process's processor time, and the
 plan. The models and devices are stated in `gpt_chain`, `A100` and `unequal_fleet`; nothing is measured but the planner itself.
@@ -17,15 +17,18 @@ import time
 from random import Random
 from typing import Any
 
+import numpy as np
 from machine import markdown, write_json
 from shapes import gpt_chain
 
 from penstock.ir.cluster.cluster import OTHER_HOST, Cluster, Device, LinkClass
 from penstock.ir.schedule_names import TRAINING
+from penstock.passes.planner.argue import counterfactuals, plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
+from penstock.passes.planner.sparing import without_little_help
 
 # Half of the data sheet's rate of 16-bit products; 80 GiB; NVLink inside a host, 25 GB/s between hosts.
 A100 = Device("", "cuda", target="sm_80", flops=1.5e14, bandwidth=1.5e12, spaces=(("hbm", 80 * 2**30),))
@@ -90,7 +93,25 @@ def plan_unequal(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"| {shown} |", flush=True)
         total = sum(row["seconds"] for row in rows if row["devices"] == count)
         print(f"| {count} | all | {total:.1f} s | | | |", flush=True)
+        for part, seconds in explained(chain, fleet, arguments).items():
+            rows.append({"devices": count, "part": part, "seconds": seconds})
+            print(f"| {count} | {part} | {seconds:.1f} s | | | |", flush=True)
     return rows
+
+
+def explained(chain: Chain, fleet: Fleet, arguments: argparse.Namespace) -> dict[str, float]:
+    """Plan as the command does, but for simulation, and return the seconds of each part."""
+    wanted = PlanRequest(64, tuple(arguments.schedules), replicas=arguments.replicas)
+    times = [time.process_time()]
+    result = plan_chain(chain, fleet, wanted)
+    times.append(time.process_time())
+    for outcome in result.outcomes.values():
+        without_little_help(chain, fleet, wanted, outcome)
+    times.append(time.process_time())
+    counterfactuals(result)
+    times.append(time.process_time())
+    parts = dict(zip(("plan and devices left out", "sparing", "what if"), np.diff(times).tolist(), strict=True))
+    return {**parts, "whole": times[-1] - times[0]}
 
 
 def main() -> None:

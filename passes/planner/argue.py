@@ -25,6 +25,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from penstock.ir.cluster.cluster import Cluster, Path
 from penstock.ir.schedule_names import TRAINING
@@ -34,9 +35,10 @@ from penstock.support.errors import DoesNotFit
 from penstock.support.words import counted, shown_bytes, shown_rate
 
 from .chain import Chain
+from .cost import judge
 from .fleet import Fleet, fleet_of
 from .mixed import of_another_kind, price_elsewhere
-from .plan import Bytes, PlanRequest
+from .plan import Bytes, PipelinePlan, PlanRequest
 from .planner import Outcome, Planner, Progress
 
 # Where a limit ended the search, or it had only some choices of devices, there may be a plan that it did not see.
@@ -153,7 +155,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
 
 
 def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -> list[PlanChange]:
-    """Plan again with one thing changed at a time. `others` are chains with the same layers and other costs, by
+    """Plan again with one thing changed at a time. `others` are chains of the same model with other costs, by
     name."""
     fleet, best = result.fleet, result.best
     wanted, schedule = result.wanted, best.plan.schedule
@@ -169,26 +171,39 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     for mode in ("none", "all"):
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
             other = planner.but(replace(wanted, recompute=mode))
-            changes.append(_change(f"recomputation: {mode}", other, schedule))
+            stages = tuple(replace(stage, recompute=mode == "all", in_parts=False) for stage in best.plan.stages)
+            known = replace(best.plan, stages=stages)
+            changes.append(_change(f"recomputation: {mode}", other, schedule, known))
     limited = any(device.memory is not None for device in fleet.devices)
     if limited and not wanted.zero and len(fleet) > 1:
-        changes.append(_change("level 1 of zero (--zero 1)", planner.but(replace(wanted, zero=1)), schedule))
+        shared = replace(best.plan, zero=1 if any(len(stage.devices) > 1 for stage in best.plan.stages) else 0)
+        changes.append(_change("level 1 of zero (--zero 1)", planner.but(replace(wanted, zero=1)), schedule, shared))
     for name, part in _without(result):
         change = _change("", planner.on(part), schedule) if len(part) else PlanChange("", None)
         changes.append(replace(change, name=f"without {name}"))
     for name, part in _faster(fleet):
-        changes.append(_change(name, planner.on(part), schedule))
+        changes.append(_change(name, planner.on(part), schedule, best.plan))
     if limited:
         free = fleet.but([replace(device, spaces=()) for device in fleet.devices])
-        changes.append(_change("memory without limit", planner.on(free), schedule))
+        changes.append(_change("memory without limit", planner.on(free), schedule, best.plan))
     for name, costs in (others or {}).items():
-        changes.append(_change(name, Planner(costs, fleet, wanted), schedule))
+        # In another precision a model may become other layers, on which the plan says nothing.
+        alike = [layer.name for layer in costs.layers] == [layer.name for layer in result.chain.layers]
+        changes.append(_change(name, Planner(costs, fleet, wanted), schedule, best.plan if alike else None))
     return changes
 
 
-def _change(name: str, planner: Planner, schedule: str) -> PlanChange:
-    """Return the change that the request, the devices or the costs of a planner are."""
-    outcome = planner.best(schedule)
+def _change(name: str, planner: Planner, schedule: str, known: PipelinePlan | None = None) -> PlanChange:
+    """Return the change that the request, the devices or the costs of a planner are. Of a plan that is `known` to be
+    possible then, only faster ones are searched."""
+    below = inf
+    # What is computed again in parts is searched only where nothing else fits, so it limits no search.
+    if known is not None and not any(stage.in_parts for stage in known.stages):
+        judged = judge(planner.table(known.size), planner.fleet, known, planner.wanted.base)
+        below = inf if judged.against else judged.step
+    outcome = planner.best(schedule, below=below)
+    if outcome is None and below < inf:
+        return PlanChange(name, below)
     return PlanChange(name, None, planner.sees_all) if outcome is None else PlanChange(name, outcome.step)
 
 

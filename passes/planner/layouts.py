@@ -113,18 +113,24 @@ class DeviceSets:
         return far
 
     def sums(self, each: Floats) -> Floats:
-        """Return the least sum with which each set, or a part of it, gets from position 0 to every other, where group g
-        adds `each[g, y, x]` from y to x."""
+        """Return the least sum with which each set, or a part of it, gets from position 0 to every other.
+
+        Group g adds `each[g, y, x]` from y to x, and x is not before y.
+        """
         positions = each.shape[1]
         least = np.full((self.count, positions), np.inf)
         least[0, 0] = 0.0
+        # No group gets back: of the ways to x those from positions behind it need no look.
+        to = np.ascontiguousarray(each.transpose(2, 0, 1))
         for level in self.by_size:
-            for pairs in np.array_split(level, max(1, len(level) * positions**2 // _CHUNK)):
+            for pairs in np.array_split(level, max(1, len(level) * positions // _CHUNK)):
                 if len(pairs):
-                    ways = (least[self.source[pairs]][:, :, None] + each[self.group[pairs]]).min(1)
-                    target = self.target[pairs]
+                    source, group, target = least[self.source[pairs]], self.group[pairs], self.target[pairs]
                     starts = np.flatnonzero(np.diff(target, prepend=-1))
-                    least[target[starts]] = np.minimum(least[target[starts]], np.minimum.reduceat(ways, starts))
+                    for x in range(positions):
+                        ways = (source[:, : x + 1] + to[x, :, : x + 1][group]).min(1)
+                        better = np.minimum.reduceat(ways, starts)
+                        least[target[starts], x] = np.minimum(least[target[starts], x], better)
         for column, weight in zip(self.digits.T, self._weights, strict=True):
             for n in range(1, int(column.max()) + 1):
                 rows = np.flatnonzero(column == n)

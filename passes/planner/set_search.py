@@ -39,6 +39,8 @@ _STATES, _FEW_STATES, _ROWS, _ENOUGH = 40_000, 2000, 200_000, 60_000_000
 _WAITING, _CELLS = 3_000_000, 2_000_000
 # The most blocks of layers, and elements, of sums over sets.
 _MOST_BLOCKS, _MOST_ADDED = 40, 20_000_000
+# The most elements of sums over sets that are kept, for limits that are asked for again.
+_REMEMBERED = 2_000_000
 # Bounds are computed in another order than what they bound.
 _SLACK = 1 + 1e-9
 # The first limits, as multiples of the bound, and the precision of that.
@@ -86,8 +88,7 @@ class SetSearch(StageSearch):
         self._rows = np.zeros((2, 16, table.count + 1))
         trips = self._least_trips()
         # What no stage of each group is below for layers y .. x - 1, as [group, y, x].
-        least = [self._least(group, trips) for group in range(len(sets.groups))]
-        self.paces, self.costs = (np.stack([row[k] for row in least]) for k in range(2))
+        self.paces, self.costs = self._least(trips)
         # The first positions of blocks, for sums over sets.
         self.blocks = np.unique(
             np.linspace(0, table.count, min(table.count, _MOST_BLOCKS) + 1).round().astype(np.int64)
@@ -103,12 +104,14 @@ class SetSearch(StageSearch):
         ways = {hop.ways: hop for hop in self.sets.single_hops()}
         return np.min([self._boundary(hop)[0] for hop in ways.values()], 0) if ways else np.zeros(self.table.count + 1)
 
-    def _least(self, group: int, trips: Floats) -> tuple[Floats, Floats]:
-        devices = self.sets.devices(group)
-        pace, cost = self.stages.least(devices, self.sets.ring(group))
+    def _least(self, trips: Floats) -> tuple[Floats, Floats]:
+        groups = range(len(self.sets.groups))
+        pace, cost = self.stages.least([self.sets.devices(g) for g in groups], [self.sets.ring(g) for g in groups])
         if not self.delayed and self.row.bounded:
-            pace = pace + (-(-self.count // len(devices)) - 1) * trips[None, :]
-        return pace, cost + trips[None, :]
+            waits = (-(-self.count // self.sets.replicas) - 1)[:, None, None]
+            pace += waits * trips
+        cost += trips
+        return pace, cost
 
     def _remainder(self, trips: Floats) -> Floats:
         """Return the least sum that stages with the first x layers add, with the message behind them, on the devices
@@ -134,10 +137,14 @@ class SetSearch(StageSearch):
             return self.remainder
         if limit not in self._sums:
             each = np.where(self.paces <= limit * _SLACK, self.costs, np.inf)
+            ends = np.append(self.blocks[1:], each.shape[1]) - 1
             for axis in (1, 2):
-                each = np.minimum.reduceat(each, self.blocks, axis)
+                parts = [self.blocks + k for k in range(int((ends - self.blocks).max()) + 1)]
+                each = np.minimum.reduce([each.take(np.minimum(part, ends), axis) for part in parts])
             block = np.searchsorted(self.blocks, np.arange(self.table.count + 1), "right") - 1
-            self._sums = {limit: np.maximum(self.sets.sums(each)[::-1][:, block], self.remainder)}
+            while self._sums and (len(self._sums) + 1) * self.remainder.size > _REMEMBERED:
+                del self._sums[next(iter(self._sums))]
+            self._sums[limit] = np.maximum(self.sets.sums(each)[::-1][:, block], self.remainder)
         return self._sums[limit]
 
     def _speeds(self) -> tuple[Floats, Floats]:

@@ -76,6 +76,7 @@ class Stages:
         self._equals: dict[tuple[object, ...], Option] = {}
         self._found: dict[tuple[object, ...], list[Option]] = {}
         self._fitting: dict[tuple[object, ...], Bools] = {}
+        self._ample: dict[tuple[object, ...], bool] = {}
 
     @cached_property
     def roomy(self) -> bool:
@@ -127,32 +128,53 @@ class Stages:
             self._fitting[key] = np.logical_or.reduce(fits)
         return self._fitting[key]
 
-    def least(self, devices: Sequence[int], ring: Ring) -> tuple[Floats, Floats]:
-        """Return for every range of layers what no stage on these devices is below, wherever it stands and whatever its
-        messages take: pace and cost. Microbatches of unequal replicas may be divided here."""
-        kinds = tuple(self.kinds[i] for i in devices)
-        replicas, warm = len(kinds), self.row.warm_up(0)
-        full = self.row.in_flight(self.count, warm, 0, replicas)
-        paces, costs = (np.full(self.allowed[0].shape, np.inf) for _ in range(2))
-        for recompute in self._recomputations():
-            rows = [self._times(kind, recompute) for kind in dict.fromkeys(kinds)]
-            if len(rows) == 1:
-                pace = (-(-self.count // replicas) - self._head) * rows[0][0]
-            else:
-                together = np.add.reduce([1.0 / np.maximum(self._times(kind, recompute)[0], 1e-30) for kind in kinds])
-                pace = max(self.count - self._head * replicas, 0) / together
-            pace = pace + _most([row[2] for row in rows])
-            cost = _most([row[0] for row in rows])
-            if self.row.splits:
-                weight = 2 * _most([row[1] for row in rows])
-                pace, cost = pace + weight, np.maximum(cost - weight, 0.0)
-            if replicas > 1:
-                summing = ring.fixed + ring.each * self.grads
-                pace = np.maximum(pace, summing) if self.row.delay else pace + summing
-            fits = self._fits(kinds, warm, full, recompute)
-            paces = np.where(fits, np.minimum(paces, pace), paces)
-            costs = np.where(fits, np.minimum(costs, cost), costs)
+    def least(self, groups: Sequence[Sequence[int]], rings: Sequence[Ring]) -> tuple[Floats, Floats]:
+        """Return for every group of devices and range of layers what no stage there is below, wherever it stands and
+        whatever its messages take: pace and cost. Microbatches of unequal replicas may be divided here."""
+        kinds = list(dict.fromkeys(self.kinds))
+        numbers = np.array([[sum(self.kinds[i] == kind for i in devices) for kind in kinds] for devices in groups])
+        paces, costs = (np.full((len(groups), *self.allowed[0].shape), np.inf) for _ in range(2))
+        sizes = numbers.sum(1)
+        for replicas in np.unique(sizes).tolist():
+            which = np.flatnonzero(sizes == replicas)
+            ranges = np.nonzero(self.allowed[int(replicas > 1)])
+            at = which[:, None], ranges[0], ranges[1]
+            summing = np.array([[rings[g].fixed, rings[g].each] for g in which.tolist()])
+            for recompute in self._recomputations():
+                fits = self._all_fits(kinds, numbers[which], recompute)[:, ranges[0], ranges[1]]
+                for least, lowest in zip(
+                    (paces, costs), self._below(kinds, numbers[which], ranges, recompute), strict=True
+                ):
+                    if least is paces and replicas > 1:
+                        sums = summing[:, :1] + summing[:, 1:] * self.grads[ranges]
+                        lowest = np.maximum(lowest, sums) if self.row.delay else lowest + sums
+                    least[at] = np.where(fits, np.minimum(least[at], lowest), least[at])
         return paces, costs
+
+    def _below(
+        self, kinds: Sequence[int], numbers: Ints, ranges: tuple[Ints, ...], recompute: bool
+    ) -> tuple[Floats, Floats]:
+        """Return pace and cost that no stage is below on equally many devices, without sums of gradients. A row of
+        `numbers` says how many of each kind a group has; columns are ranges of layers."""
+        replicas = int(numbers[0].sum())
+        rows = [self._times(kind, recompute) for kind in kinds]
+        each, weight, update = (np.stack([row[k][ranges] for row in rows]) for k in range(3))
+        together = numbers @ (1.0 / np.maximum(each, 1e-30))
+        pace = max(self.count - self._head * replicas, 0) / together
+        same = (numbers > 0).sum(1) == 1
+        pace[same] = (-(-self.count // replicas) - self._head) * each[numbers[same].argmax(1)]
+        pace += _most_of(numbers, update)
+        cost = _most_of(numbers, each)
+        if self.row.splits:
+            heaviest = 2 * _most_of(numbers, weight)
+            pace, cost = pace + heaviest, np.maximum(cost - heaviest, 0.0)
+        return pace, cost
+
+    def _all_fits(self, kinds: Sequence[int], numbers: Ints, recompute: bool) -> Bools:
+        """Return by group the ranges that memory allows equally many devices, wherever their stage stands."""
+        replicas, warm = int(numbers[0].sum()), self.row.warm_up(0)
+        full = self.row.in_flight(self.count, warm, 0, replicas)
+        return np.stack([self._fits(tuple(np.repeat(kinds, row).tolist()), warm, full, recompute) for row in numbers])
 
     def least_sum(self, kind: int) -> Floats:
         """Return by how much each layer makes the sum over stages longer, at least, where it is on such a device."""
@@ -179,7 +201,8 @@ class Stages:
 
     def _fits(self, kinds: tuple[int, ...], warm: int, full: int, recompute: bool) -> Bools:
         """Return the ranges of layers that memory allows replicas of these kinds."""
-        allowed, least = self.allowed[len(kinds) > 1], self.row.least_share(warm)
+        allowed: Bools = self.allowed[len(kinds) > 1]
+        least = self.row.least_share(warm)
         if len(kinds) * least > self.count:
             return np.zeros_like(allowed)
         if len(set(kinds)) == 1:
@@ -187,10 +210,23 @@ class Stages:
                 self._most_in_flight(kinds[0], recompute, len(kinds)) >= self._needed(len(kinds), full)
             )
             return alike
+        if self._all_roomy(kinds, full, recompute):
+            return allowed
         held = np.stack(self.most_shares(kinds, full, recompute))
         # Memory may hold far more microbatches than there are.
         fitting: Bools = allowed & (held >= least).all(0) & (np.minimum(held, self.count).sum(0) >= self.count)
         return fitting
+
+    def _all_roomy(self, kinds: Sequence[int], full: int, recompute: bool) -> bool:
+        """Return whether each of these replicas alone has memory for a whole batch, with any layers."""
+        for kind in dict.fromkeys(kinds):
+            key = kind, full, recompute, len(kinds)
+            if key not in self._ample:
+                room = self._most_in_flight(kind, recompute, len(kinds))[self.allowed[1]]
+                self._ample[key] = bool((room >= max(full, self.count)).all())
+            if not self._ample[key]:
+                return False
+        return True
 
     def _needed(self, replicas: int, full: int) -> int:
         """Return the microbatches in flight that each of some equal replicas must have room for."""
@@ -337,6 +373,14 @@ def _room(left: Ints, each: Ints) -> Ints:
 def _ranges(sums: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
     """Return for entry (i, j) the sum over layers i .. j-1, from prefix sums."""
     return sums[None, :] - sums[:, None]
+
+
+def _most_of(numbers: Ints, rows: Floats) -> Floats:
+    """Return for each group the most of the rows of its kinds; `numbers` are how many of each kind it has."""
+    largest = np.full((len(numbers), rows.shape[1]), -np.inf)
+    for has, row in zip(numbers.T > 0, rows, strict=True):
+        np.maximum(largest, row, out=largest, where=has[:, None])
+    return largest
 
 
 def _most(matrices: Sequence[Floats]) -> Floats:

@@ -82,6 +82,12 @@ def test_other_times() -> None:
     )
     (change,) = [c for c in counterfactuals(result, {"bf16": half}) if c.name == "bf16"]
     assert change.step == pytest.approx(result.best.step / 2, rel=1e-3)
+    # A precision may join layers: then the plan's ranges are no ranges of the other chain.
+    joined = replace(
+        half.layers[0], name="all", forward=PhaseWork(Amount(0, 2000)), backward=PhaseWork(Amount(0, 4000))
+    )
+    (change,) = [c for c in counterfactuals(result, {"joined": Chain((joined,))}) if c.name == "joined"]
+    assert change.step == pytest.approx(result.best.step / 2, rel=1e-3)
 
 
 def test_one_of_a_kind_is_no_plural() -> None:
