@@ -25,6 +25,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "long-run": long_run,
         "small-models": committed_table("one_process"),
         "sizes-beside-exact": committed_table("rungs"),
+        "rungs-compiled": committed_table("rungs_compile"),
         "split-training": committed_table("tensor_parallel"),
         "collective-times": committed_table("collectives"),
         "shared-out": committed_table("zero"),
