@@ -177,3 +177,28 @@ def test_the_planner_knows_one_level(mlp, capsys, level, code):
     words = ["plan", mlp, "--devices", "2", "--batch", "8", "--loss", "mse", "--optimizer", "adamw", "--zero", level]
     assert main(words) == code
     assert ("take level 1, or leave --batch out" in capsys.readouterr().err) == (level == "2")
+
+
+@pytest.mark.parametrize(
+    ("devices", "have"),
+    [
+        ((("cpu:0", "cpu:1"), ("cpu:2",)), "stage 1 has 1 device"),
+        ((("cpu:0",), ("cpu:1", "cpu:2")), "stage 0 has 1 device"),
+        ((("cpu:0", "cpu:1"), ("cpu:2", "cpu:3", "cpu:4")), "stage 1 has 3 devices"),
+    ],
+    ids=["fewer behind", "fewer before", "more"],
+)
+def test_devices_that_do_not_fit_the_mesh_are_refused_by_stage(mlp, devices, have):
+    model = ps.from_onnx(mlp, dims={"batch": 4})
+    training = ps.Training("mse", ps.SGD(lr=0.1), 2)
+    with pytest.raises(ps.PenstockError) as caught:
+        ps.plan(model, ps.Cluster.local(5), training, mesh="tp=2", devices=devices)
+    assert caught.value.exit_code == 2
+    assert caught.value.what.splitlines()[1:] == [f"  - {have}, its mesh 2 needs 2"]
+
+
+def test_control_devices_that_fit_the_mesh_are_taken(mlp):
+    model = ps.from_onnx(mlp, dims={"batch": 4})
+    training = ps.Training("mse", ps.SGD(lr=0.1), 2)
+    plan = ps.plan(model, ps.Cluster.local(4), training, mesh="tp=2", devices=(("cpu:3", "cpu:1"), ("cpu:2", "cpu:0")))
+    assert [plan.module.devices_of(s.index) for s in plan.module.stages] == [("cpu:3", "cpu:1"), ("cpu:2", "cpu:0")]

@@ -256,10 +256,12 @@ def _devices_per_stage(options: PlanOptions) -> int:
 
 def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
     """Return the microbatches of a batch that each device runs, stage by stage; none are named where a device has
-    several stages, as it runs all."""
+    several stages, as it runs all. Nor are they where devices do not fit the mesh, which `partition` refuses."""
     if options.packs > 1:
         return ()
     mesh = "" if _are_unlike(options) else options.mesh
+    if mesh and {len(names) for names in options.devices} - {prod(parse_mesh(mesh).values())}:
+        return ()
     shares: Sequence[Sequence[int]] = options.shares or [
         fair_shares(_rates(cluster, names, mesh), options.microbatches) for names in options.devices
     ]
