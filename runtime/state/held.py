@@ -34,6 +34,8 @@ def hold_weights(program: StageProgram, store: Store, graphs: Iterable[Graph]) -
     for name in program.hold_all(names, tensor):
         if name in spare:
             store.let_go(name, program.stand_in(*places[name]))
+            store.late.discard(name)
+    assert not store.late, f"variables were never filled: {store.late}"
 
 
 def unread_weights(program: StageProgram, graphs: Sequence[Graph]) -> set[str]:

@@ -260,9 +260,9 @@ class Store:
         # Variables whose memory was given back, and what reads one of them again.
         self._gone: set[str] = set()
         self.reread: Callable[[str], torch.Tensor] | None = None
-        # Variables without elements so far, and what fills one of them.
+        # Variables without elements so far, and what fills one of them in a store, which it does not keep.
         self.late = set[str]()
-        self.fill: Callable[[str], None] | None = None
+        self.fill: Callable[[Store, str], None] | None = None
 
     # -------------------------------------------------------------------------------------------- variables
 
@@ -356,8 +356,8 @@ class Store:
     def fill_late(self, name: str) -> None:
         """Give a variable its elements, if it has none yet."""
         if name in self.late and self.fill is not None:
+            self.fill(self, name)
             self.late.remove(name)
-            self.fill(name)
 
     def let_go(self, name: str, stand_in: torch.Tensor) -> None:
         """Give back the memory of a variable that has one version and can be read again, and that no graph reads any

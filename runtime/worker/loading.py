@@ -102,7 +102,7 @@ def _load(
     at_home = {name for item in store.items.values() for name in item.image.variables}
     files = None if place is None else StageFiles(place, store, tiles)
     store.late = set(late) - at_home
-    store.fill = lambda name: _fill(source, store, {name: variables[name]}, tiles, files)
+    store.fill = lambda store, name: _fill(source, store, {name: variables[name]}, tiles, files)
     here = {name: var for name, var in variables.items() if name not in at_home | store.late}
     _fill(source, store, here, tiles, files)
     # One item at a time is on the device.

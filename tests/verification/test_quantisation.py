@@ -87,7 +87,7 @@ def test_sums_that_all_fall_to_one_side_are_those_of_the_optimiser(
     told = capsys.readouterr().out
     assert "as onnxruntime with its optimiser; differs by one step of quantisation" in told
     assert main([*words, "--bisect", "--repro", "none"]) == 0
-    assert "the import rounds as onnxruntime" in capsys.readouterr().err
+    assert "the import rounds as onnxruntime" in capsys.readouterr().out
     other = tmp_path / "other.onnx"
     text = SUM.replace("QuantizeLinear(x, s, z)", "QuantizeLinear(x, s, more)").replace(
         "float one", "uint8 more = {129}, float one"

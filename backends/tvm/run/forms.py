@@ -26,6 +26,8 @@ from .machine import give_back
 if TYPE_CHECKING:
     import torch
 
+# The machine keeps memory for results of a size, of which none follow: up to so many bytes before it gives them back.
+_KEPT = 16 << 20
 # What a slot is called by whoever holds its graph.
 Name = TypeVar("Name", bound=Hashable)
 # Linux's number, for versions of Python without a name for it.
@@ -67,15 +69,12 @@ class _MadeOperand:
     operand: Any
     is_in_pages: bool = False
 
-    def in_pages(self, pages: LargePages) -> Any:
-        """Return the operand, which lies in large pages from then on."""
-        if not self.is_in_pages:
-            copied = pages.copied(self.operand)
-            moved, self.operand, self.is_in_pages = copied is not self.operand, copied, True
-            if moved:
-                # The machine keeps memory that was given back for results of that size, of which none follow.
-                give_back()
-        return self.operand
+    def move(self, pages: LargePages) -> int:
+        """Put the operand into large pages, if it is not there yet. Return the bytes that were let go of elsewhere."""
+        if self.is_in_pages:
+            return 0
+        before, self.operand, self.is_in_pages = self.operand, pages.copied(self.operand), True
+        return 0 if self.operand is before else int(before.nbytes)
 
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         same = all(ref() is x for ref, x in zip(self.sources, tensors, strict=True))
@@ -120,6 +119,7 @@ class PackedForms:
         left = Counter(name for _, names in tasks for name in set(names))
         unread = self.unread(slots)
         addresses: dict[Name, int] = {}
+        kept = 0
         yield from unread - left.keys()
         for (_, names), places in tasks.items():
             graph, number = places[0]
@@ -131,9 +131,14 @@ class PackedForms:
             left.subtract(set(names))
             yield from (name for name in dict.fromkeys(names) if not left[name] and name in unread)
             # A variable was let go before there is a second copy of what was made of it.
-            packed = operand.in_pages(self._pages)
+            kept += operand.move(self._pages)
+            if kept > _KEPT:
+                give_back()
+                kept = 0
             for graph, number in places:
-                operands[graph][number] = packed
+                operands[graph][number] = operand.operand
+        if kept:
+            give_back()
         for graph, listed in slots.items():
             at = {place: addresses[listed[place]] for form in self.graphs[graph].forms for place in form.slots}
             self._held[graph] = _HeldGraph(dict(sorted(at.items())), operands[graph])

@@ -206,7 +206,14 @@ class TvmProgram:
             self._look(graph, [x], len(sig.ins) + place)
             return self._as_slot(sig.slots[place], x, graph)
 
-        return self._forms.hold_all(packing, ready)
+        try:
+            yield from self._forms.hold_all(packing, ready)
+        except _MISTYPED:
+            for graph, names in packing.items():
+                arguments = [tensor(name) for name in names]
+                if (error := self._mistyped(graph, arguments, len(self._entries[graph].signature.ins))) is not None:
+                    raise error from None
+            raise
 
     def stand_in(self, graph: str, place: int) -> torch.Tensor:
         """Return a tensor without memory for a slot that calls do not read, of a graph that is held."""

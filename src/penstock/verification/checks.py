@@ -54,7 +54,7 @@ from penstock.support.words import counted
 from .bisect.original import OnnxOriginal, first_difference
 from .inputs import batches_of
 from .parts import PartsComparison
-from .quantisation import step_share, step_values, told_steps
+from .quantisation import is_constant, step_share, step_values, told_steps
 from .roundings import Distance, RoundingNoise, relative_error
 from .sizes import compared_sizes, sizes_to_check
 from .verdicts import OK, UNTOLD, Comparison, Judge, report
@@ -140,7 +140,9 @@ def verify_model(
     theirs = shown(module.outputs, model.imported.names)
     compare = partial(_compared, judge, limit=limit, asked=tolerance is not None, steps=steps)
     fused = _of_onnxruntime(path, model, inputs, fused=True) if steps else {}
-    rows = [_imported(compare, f"interpreter: {theirs[name]}", name, expected, fused) for name in module.outputs]
+    # As `--bisect` does it: a result that is not in steps tells more than those that are.
+    also = fused if tolerance is None and steps.keys() == set(module.outputs) else {}
+    rows = [_imported(compare, f"interpreter: {theirs[name]}", name, expected, also) for name in module.outputs]
     rows = _looked_into(rows, path, model, inputs)
     rows += [
         compare(f"{backend}: {theirs[name]}", name, computed[name], also=[expected[name]]) for name in module.outputs
@@ -152,7 +154,7 @@ def verify_model(
 
 
 def _imported(compare: Callable[..., Comparison], what: str, name: str, expected: Arrays, fused: Arrays) -> Comparison:
-    """Judge an import by onnxruntime without its optimiser; a result in steps also by onnxruntime with it.
+    """Judge an import by onnxruntime without its optimiser; results in steps also by onnxruntime with it.
 
     Sums of bytes times factors can lie exactly half-way between two steps. Floats fall to one side all together, where
     no noise moves the bytes. Both are onnxruntime's results.
@@ -161,7 +163,10 @@ def _imported(compare: Callable[..., Comparison], what: str, name: str, expected
     if row.verdict == OK or name not in fused:
         return row
     other = compare(what, name, fused[name])
-    return replace(other, remark=f"as onnxruntime with its optimiser; {row.remark}") if other.verdict == OK else row
+    if other.verdict != OK or is_constant(fused[name]):
+        return row
+    remark = "; ".join(filter(None, ("as onnxruntime with its optimiser", row.remark)))
+    return replace(other, remark=remark)
 
 
 def _compared(

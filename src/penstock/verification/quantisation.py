@@ -66,6 +66,11 @@ def step_share(step: Array, result: Array) -> float:
     return float(np.abs(step).max()) / magnitude if magnitude else 0.0
 
 
+def is_constant(result: Array) -> bool:
+    """Say whether all elements of a result are one number: where a step limits them, that tells nothing."""
+    return result.size < 2 or bool((result == result.flat[0]).all())
+
+
 def told_steps(a: Array, b: Array, step: Array) -> str:
     """Describe the difference of two results in steps of quantisation; nothing where they are not whole steps apart."""
     x, y, size = (np.asarray(array, dtype=np.float64) for array in (a, b, step))

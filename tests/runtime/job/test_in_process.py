@@ -4,11 +4,13 @@ not fit are one error, outputs are the caller's, and no process is started."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -320,6 +322,21 @@ def test_several_threads_at_once(compiled):
     # The control: answers of other requests are others.
     (one, other) = (next(iter(each.values())) for each in expected[:2])
     assert not np.allclose(one, other, 1e-4, 1e-5)
+
+
+def test_a_model_that_nobody_holds_gives_its_memory_back_at_once(compiled):
+    """No collector of cycles has to come by. The control is a model that is held by itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        for itself in (False, True):
+            model = ps.load(compiled("mlp").bundle)
+            model.itself = model if itself else None
+            store = weakref.ref(model.store)
+            del model
+            assert (store() is None) == (not itself)
+    finally:
+        gc.enable()
 
 
 def test_one_call_computes_at_a_time(model, monkeypatch):

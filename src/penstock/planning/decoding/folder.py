@@ -141,8 +141,8 @@ NOT_FOLLOWED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias", "constraints"), ([], {})),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings", "watermarking_config"), ([], {})),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
-    **dict.fromkeys(("penalty_alpha", "dola_layers"), (0,)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ([],)),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "token_healing"), (0,)),
 }
 # Those that matter where tokens are drawn, and nowhere else.
 _OF_DRAWS = frozenset(("min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"))
@@ -152,7 +152,7 @@ def not_followed(generation: Mapping[str, Any]) -> list[str]:
     """Return a line that names the settings of a file that would choose other tokens, and that are not followed."""
     draws = generation.get("do_sample") is True
     names = [
-        f"{name} {value!r}"
+        f"{name} {value!r:.40}"
         for name, neutral in NOT_FOLLOWED.items()
         if (value := generation.get(name)) is not None and value not in neutral and (draws or name not in _OF_DRAWS)
     ]
