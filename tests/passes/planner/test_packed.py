@@ -195,7 +195,7 @@ def test_a_plan_file_says_what_is_in_another_memory_space(tmp_path: Path, capsys
     assert more["memory"]["0"]["state"] > again["memory"]["0"]["state"]
     # One stage on each device is no pack.
     found["stages"] = found["stages"][:2]
-    (tmp_path / "plan.json").write_text(json.dumps(found | {"offload": "all"}))
+    (tmp_path / "plan.json").write_text(json.dumps(found | {"offload": "everything"}))
     wrong, code = planned(capsys, model, *training, "--plan", tmp_path / "plan.json")
     assert code != 0
-    assert "offload 'all' is none of none, state" in wrong["error"]
+    assert "offload 'everything' is none of none, state" in wrong["error"]
