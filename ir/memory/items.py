@@ -149,4 +149,4 @@ def _saved(module: Module, rank: int, stages: Iterable[int]) -> Iterator[tuple[s
     for stage in stages:
         if (saved := saved_set(module, stage)) is not None and module.schedule is not None:
             actions = module.schedule.expand(rank, _BATCHES)
-            yield saved.space, saved.nbytes * most_sets_at_home(actions, stage)
+            yield saved.space, saved.nbytes * most_sets_at_home(actions, stage, saved.users)

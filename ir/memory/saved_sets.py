@@ -10,10 +10,10 @@ which goes with the last value that is dropped. Each set that is away has a home
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.ir.action_kinds import AGAIN, BACKWARD, COPY_IN, COPY_OUT, DROP, FORWARD, SAVED_ITEM
+from penstock.ir.action_kinds import AGAIN, COPY_IN, COPY_OUT, DROP, FORWARD, SAVED_ITEM
 from penstock.ir.graph import Module, Value
 from penstock.ir.memo import Derived
 from penstock.ir.schedule import READERS, Action
@@ -81,23 +81,23 @@ def moves_saved(action: Action) -> bool:
     return action.item == SAVED_ITEM
 
 
-def most_sets_at_home(actions: Iterable[Action], stage: int) -> int:
-    """Return the most sets of a stage that have a home at once in the program of a rank: each from its CO to the
-    backward of its microbatch."""
-    return _most(actions, stage, COPY_OUT, BACKWARD)
+def most_sets_at_home(actions: Iterable[Action], stage: int, users: Container[str]) -> int:
+    """Return the most sets of a stage that have a home at once in the program of a rank: each from its CO to the first
+    of its `users`."""
+    return _most(actions, stage, COPY_OUT, users)
 
 
 def most_sets_back(actions: Iterable[Action], stage: int) -> int:
     """Return the most sets of a stage that came back and are on the device at once."""
-    return _most(actions, stage, COPY_IN, DROP)
+    return _most(actions, stage, COPY_IN, (DROP,))
 
 
-def _most(actions: Iterable[Action], stage: int, begin: str, end: str) -> int:
+def _most(actions: Iterable[Action], stage: int, begin: str, ends: Container[str]) -> int:
     most, open_ones = 0, set[int]()
     for action in actions:
         if action.stage == stage and action.kind == begin and moves_saved(action):
             open_ones.add(action.mb)
             most = max(most, len(open_ones))
-        elif action.stage == stage and action.kind == end:
+        elif action.stage == stage and action.kind in ends:
             open_ones.discard(action.mb)
     return most

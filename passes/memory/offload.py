@@ -242,7 +242,7 @@ def _saved_notes(module: Module, rank: int, stage: int) -> Iterator[str]:
     assert schedule is not None
     moved = {a.mb % schedule.microbatches for a in schedule.ranks[rank].batch if moves_saved(a) and a.stage == stage}
     if saved is not None and moved:
-        at_once = most_sets_at_home(schedule.expand(rank, _BATCHES), stage)
+        at_once = most_sets_at_home(schedule.expand(rank, _BATCHES), stage, saved.users)
         yield (
             f"rank {rank}: what stage {stage} saves of {len(moved)} of {schedule.microbatches} microbatches, "
             f"{shown_bytes(saved.nbytes)} of each, is at home in {saved.space} until the backward, at most "

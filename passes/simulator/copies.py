@@ -103,7 +103,12 @@ class Copies:
                 self._awaited.remove(key)
                 self._wake(end, rank)
 
-        move(sharing, pairs[_lane(rank, action)], self._copied(rank, action).nbytes, now, arrive)
+        nbytes = self._copied(rank, action).nbytes
+        if not nbytes:
+            # Gradients come as zeros: nothing goes through the lane.
+            arrive(now, now)
+            return
+        move(sharing, pairs[_lane(rank, action)], nbytes, now, arrive)
 
     def waits(
         self, place: tuple[int, int], action: Action, now: float, messages: dict[tuple[int, int], Message]

@@ -135,7 +135,8 @@ class Lanes:
         """Wait for a copy, and write down its times."""
         began_to_wait = time.monotonic()
         begun, ended = self.result(copying, image)
-        if self.done is not None:
+        # Copies of evaluations are no actions of the program.
+        if self.done is not None and copying.text:
             self.done.append(CopyTimes(copying.text, image.nbytes, begun, ended, max(0.0, ended - began_to_wait)))
 
     def result(self, copying: Copying, image: Image | SavedSet) -> tuple[float, float]:

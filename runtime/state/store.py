@@ -368,10 +368,10 @@ class Store:
             self._by_turn.clear()
 
     def clear(self, name: str) -> None:
-        """Fill all buffers of a variable with zeros: the padding of one that is split over devices stays zero."""
-        buffers = self.versioned[name].buffers if name in self.versioned else [self.single[name]]
-        for buffer in buffers:
-            buffer.zero_()
+        """Fill the buffers of a variable with zeros, for padding that stays so. Those of items begin with zeros."""
+        if name not in self._item_of:
+            for buffer in self.versioned[name].buffers if name in self.versioned else [self.single[name]]:
+                buffer.zero_()
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return live versions other than the newest, with their parameters, which a checkpoint needs besides the

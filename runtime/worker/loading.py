@@ -61,7 +61,7 @@ def load_saved_sets(bundle: Bundle, rank: int, stage: int, lanes: Lanes) -> Save
     if saved is None or module.cluster is None or module.schedule is None:
         return None
     space = module.cluster.space(saved.space, bundle.rank(rank).device)
-    count = most_sets_at_home(module.schedule.expand(rank, BATCHES), stage)
+    count = most_sets_at_home(module.schedule.expand(rank, BATCHES), stage, saved.users)
     return SavedSets(saved, [open_home(space, saved.nbytes) for _ in range(count)], lanes)
 
 

@@ -170,10 +170,18 @@ def test_a_space_has_room_for_the_sets_that_are_away_at_once() -> None:
     saved, schedule = saved_set(module, 0), module.schedule
     assert saved is not None
     held = home_bytes(module)["disk", "localhost"]
-    assert held[0] == saved.nbytes * most_sets_at_home(schedule.expand(0, 3), 0)
+    assert held[0] == saved.nbytes * most_sets_at_home(schedule.expand(0, 3), 0, saved.users)
     verify(away("1f1b", space=Space("disk", bytes=sum(held.values()))))
     with pytest.raises(DoesNotFit, match="space disk: is home to"):
         away("1f1b", space=Space("disk", bytes=sum(held.values()) - 1))
+
+
+def test_a_home_is_free_behind_the_first_computation_that_takes_the_set() -> None:
+    """Where the backward takes nothing of it, and the gradients of weights all, that is the latter."""
+    words = "0CO0:a0 0CO1:a0 0B0 0CO2:a0 0W0 0B1 0CO3:a0 0W1"
+    actions = [Action.parse(word) for word in words.split()]
+    assert most_sets_at_home(actions, 0, {"B", "W"}) == 2
+    assert most_sets_at_home(actions, 0, {"W"}) == 3
 
 
 def test_live_bytes_fall_when_a_set_goes() -> None:

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.inspection.views.gantt import svg_gantt
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, STATE_ITEM, SUM
+from penstock.ir.action_kinds import (
+    COPY_IN,
+    COPY_OUT,
+    DROP,
+    FORWARD,
+    GRADIENTS_ITEM,
+    LET_GO,
+    STATE_ITEM,
+    SUM,
+    WEIGHTS_ITEM,
+)
 from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.memory.items import stage_images
@@ -26,6 +36,12 @@ from .parts import part_of_rank, part_of_stage
 STAGES, RANKS = "stages", "ranks"
 # Pictures of more ranks are slow to open.
 _MOST_RANKS = 64
+# What items are, but for chunks.
+_MOVED = {
+    STATE_ITEM: "the optimiser state",
+    WEIGHTS_ITEM: "the weights and their state",
+    GRADIENTS_ITEM: "gradients, which begin as zeros,",
+}
 
 
 class _Files(Protocol):
@@ -86,8 +102,8 @@ def _copies(module: Module, action: Action) -> str:
     )
     if image is None:
         return f"copy what stage {action.stage} has not"
-    part = "" if action.item == STATE_ITEM else f"chunk {action.item[1:]} of "
-    what = f"{part}the optimiser state of stage {action.stage}, {shown_bytes(image.nbytes)}"
+    part = _MOVED.get(action.item) or f"chunk {action.item[1:]} of the optimiser state"
+    what = f"{part} of stage {action.stage}, {shown_bytes(image.nbytes)}"
     if moves_saved(action):
         what = f"what @s{action.stage}.{FORWARD} saved, {shown_bytes(image.nbytes)}"
     if action.kind == LET_GO:

@@ -78,6 +78,7 @@ class RankTime:
     on_the_way_s: float
     sending_s: float
     sums_s: float
+    copies_s: float
     drops_s: float
     between_s: float
 
@@ -87,7 +88,15 @@ class RankTime:
 
     @property
     def step_s(self) -> float:
-        parts = (self.behind_s, self.on_the_way_s, self.sending_s, self.sums_s, self.drops_s, self.between_s)
+        parts = (
+            self.behind_s,
+            self.on_the_way_s,
+            self.sending_s,
+            self.sums_s,
+            self.copies_s,
+            self.drops_s,
+            self.between_s,
+        )
         return self.computing_s + sum(parts)
 
 
@@ -191,7 +200,7 @@ def _rank_time(
 ) -> RankTime:
     actions, steps, seconds = window
     calls: dict[str, list[float]] = {}
-    spent = dict.fromkeys(("behind", "on the way", "sends", "sums", "drops"), 0.0)
+    spent = dict.fromkeys(("behind", "on the way", "sends", "sums", "copies", "drops"), 0.0)
     for action, span in actions:
         length = span.end - span.start
         if ACTION_KINDS[action.kind].computes:
@@ -202,7 +211,8 @@ def _rank_time(
             spent["behind"] += behind
             spent["on the way"] += length - behind
         else:
-            spent[ACTION_KINDS[action.kind].does] += length
+            # Letting go of what was copied out waits for the copy.
+            spent["copies" if action.item else ACTION_KINDS[action.kind].does] += length
     between = seconds - sum(spent.values()) - sum(map(sum, calls.values()))
     graphs = tuple(_graph_time(graph, times, steps, kernels.get(graph)) for graph, times in calls.items())
     return RankTime(
@@ -213,6 +223,7 @@ def _rank_time(
         on_the_way_s=spent["on the way"] / steps,
         sending_s=spent["sends"] / steps,
         sums_s=spent["sums"] / steps,
+        copies_s=spent["copies"] / steps,
         drops_s=spent["drops"] / steps,
         between_s=between / steps,
     )

@@ -29,6 +29,11 @@ def _parts(times: StepTime, width: int | None) -> Iterator[str]:
         yield "--measure says how fast the kernels are alone, and how fast this machine could compute them"
 
 
+def _copies(ranks: Sequence[RankTime]) -> Iterator[tuple[str, list[float]]]:
+    if any(rank.copies_s for rank in ranks):
+        yield "copies to and from other memory", [rank.copies_s for rank in ranks]
+
+
 def _ranks(ranks: Sequence[RankTime], width: int | None) -> str:
     rows: list[tuple[str, list[float]]] = [("computing", [rank.computing_s for rank in ranks])]
     if all(graph.alone_s is not None for rank in ranks for graph in rank.graphs):
@@ -44,6 +49,7 @@ def _ranks(ranks: Sequence[RankTime], width: int | None) -> str:
         ("waiting for messages on the way", [rank.on_the_way_s for rank in ranks]),
         ("sending", [rank.sending_s for rank in ranks]),
         ("sums over replicas", [rank.sums_s for rank in ranks]),
+        *_copies(ranks),
         ("dropping values", [rank.drops_s for rank in ranks]),
         ("between actions", [rank.between_s for rank in ranks]),
         ("step", [rank.step_s for rank in ranks]),
