@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from penstock.ir.cluster.cluster import Cluster, Path
@@ -55,16 +55,18 @@ _ENOUGH = 1.001
 @dataclass(frozen=True, slots=True)
 class PlanChange:
     """A counterfactual: the step of the plan with one thing changed, or None where no plan was found then; `sure` says
-    whether there is none."""
+    whether there is none. `devices` are those of the plan of which one was taken away, if that is the change."""
 
     name: str
     step: float | None
     sure: bool = True
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of planning. `outcomes` are the best plans of all schedules that fit, the fastest first."""
+    """The result of planning. `outcomes` are the best plans of all schedules that fit, the fastest first. `left_out`
+    says of devices why, and `with_idle` has the step of the best plan that uses one, None where none was found."""
 
     chain: Chain
     fleet: Fleet
@@ -72,6 +74,7 @@ class Result:
     outcomes: Mapping[str, Outcome]
     left_out: Mapping[str, str]
     planner: Planner
+    with_idle: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def best(self) -> Outcome:
@@ -112,17 +115,18 @@ def plan_chain(
     if not outcome_of:
         raise nearest(planner) if explained else DoesNotFit(_NOTHING_FITS[planner.sees_all], where="planner")
     outcomes = dict(sorted(outcome_of.items(), key=lambda item: item[1].step))
-    left_out = dict[str, str]()
+    idle = dict[str, tuple[str, float | None]]()
     if not planner.stopped:
         try:
-            left_out = dict(_left_out(planner, next(iter(outcomes.values()))))
+            idle = dict(_left_out(planner, next(iter(outcomes.values()))))
         except KeyboardInterrupt:
             planner.stopped = True
-    return Result(chain, fleet, wanted, outcomes, left_out, planner)
+    left_out, with_idle = {name: row[0] for name, row in idle.items()}, {name: row[1] for name, row in idle.items()}
+    return Result(chain, fleet, wanted, outcomes, left_out, planner, with_idle)
 
 
-def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
-    """Yield the devices that the plan does not use, each with the result of a plan that does."""
+def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, tuple[str, float | None]]]:
+    """Yield the devices that the plan does not use, each with the result of a plan that does, and its step."""
     fleet, used = planner.fleet, frozenset(best.plan.devices)
     idle = [i for i in range(len(fleet)) if i not in used]
     # The same microbatches: a device that helps only with other sizes shows among the plans of those, which the caller
@@ -130,6 +134,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
     again = planner.but(replace(planner.wanted, sizes=(best.plan.size,)))
     groups = planner.alike()
     reasons: dict[int, str] = {}
+    steps: dict[int, float | None] = {}
     unlike = of_another_kind(planner)
     for i in idle:
         group = frozenset(next(g for g in groups if i in g))
@@ -140,6 +145,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
                 best.plan.schedule,
                 lambda devices, group=group, more=more: len(devices & group) >= more,  # type: ignore[misc]
             )
+            steps[first] = None if outcome is None else outcome.step
             if outcome is None:
                 reasons[first] = "no plan that uses it fits" if again.sees_all else "no plan was found that uses it"
             elif outcome.step > best.step and (longer := shown_seconds(outcome.step)) != shown_seconds(best.step):
@@ -148,7 +154,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
                 reasons[first] = f"a batch would take as long with it, {shown_seconds(best.step)}"
             if outcome is not None and i in unlike:
                 reasons[first] += f": {price_elsewhere(again, outcome.plan, group)}"
-        yield fleet.devices[i].name, reasons[first]
+        yield fleet.devices[i].name, (reasons[first], steps[first])
 
 
 # ------------------------------------------------------------------------------------------------ counterfactuals
@@ -178,9 +184,9 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     if limited and not wanted.zero and len(fleet) > 1:
         shared = replace(best.plan, zero=1 if any(len(stage.devices) > 1 for stage in best.plan.stages) else 0)
         changes.append(_change("level 1 of zero (--zero 1)", planner.but(replace(wanted, zero=1)), schedule, shared))
-    for name, part in _without(result):
+    for devices, name, part in _without(result):
         change = _change("", planner.on(part), schedule) if len(part) else PlanChange("", None)
-        changes.append(replace(change, name=f"without {name}"))
+        changes.append(replace(change, name=f"without {name}", devices=devices))
     for name, part in _faster(fleet):
         changes.append(_change(name, planner.on(part), schedule, best.plan))
     if limited:
@@ -207,13 +213,15 @@ def _change(name: str, planner: Planner, schedule: str, known: PipelinePlan | No
     return PlanChange(name, None, planner.sees_all) if outcome is None else PlanChange(name, outcome.step)
 
 
-def _without(result: Result) -> Iterator[tuple[str, Fleet]]:
+def _without(result: Result) -> Iterator[tuple[tuple[str, ...], str, Fleet]]:
+    """Yield used devices that are alike, words for one of them, and the fleet without it."""
     fleet, used = result.fleet, set(result.best.plan.devices)
     for group in result.planner.alike():
         used_here = [i for i in group if i in used]
         if used_here:
             name = fleet.devices[used_here[0]].name + _or_another(len(group) - 1)
-            yield name, fleet.only([i for i in range(len(fleet)) if i != used_here[0]])
+            devices = tuple(fleet.devices[i].name for i in used_here)
+            yield devices, name, fleet.only([i for i in range(len(fleet)) if i != used_here[0]])
 
 
 def _or_another(others: int) -> str:

@@ -52,6 +52,14 @@ def test_the_planner_chooses_all(symbolic, cluster, tmp_path, capsys):
     assert set(planner["schedules"]) == {"1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b"}
     assert min(planner["schedules"].values()) <= planner["step_s"] <= min(planner["schedules"].values()) * 1.01
     assert planner["what_if"]["without cpu:0"] > planner["step_s"]
+    rows = {row["device"]: row for row in planner["devices"]}
+    assert list(rows) == ["cpu:0", "cpu:1", "cpu:2"]
+    for name in ("cpu:0", "cpu:1"):
+        (without,) = (step for change, step in planner["what_if"].items() if change.startswith(f"without {name}"))
+        assert rows[name]["step_without_s"] == without
+        assert rows[name]["gain"] == without / planner["against_s"] - 1 > 0.01
+        assert (rows[name]["used"], rows[name]["effect"]) == (True, "helps")
+    assert not rows["cpu:2"]["used"]
     assert found["predicted"]["step_s"] > 0
     # One device alone is a plan as well, and no better one.
     single = tmp_path / "single.toml"

@@ -37,6 +37,16 @@ class _Packs(msgspec.Struct):
     taken: bool
 
 
+class _Contribution(msgspec.Struct):
+    device: str
+    used: bool
+    effect: str
+    gain: float | None
+    step_with_s: float | None
+    step_without_s: float | None
+    reason: str = ""
+
+
 class _Planner(msgspec.Struct):
     step_s: float
     bound_s: float
@@ -50,6 +60,10 @@ class _Planner(msgspec.Struct):
     simulated: dict[str, float | None] = {}
     packs: dict[str, _Packs] = {}
     formulas_of: str = ""
+    stopped: bool = False
+    against_s: float = 0.0
+    unsure: list[str] = []
+    devices: list[_Contribution] = []
 
 
 class _Plan(msgspec.Struct):

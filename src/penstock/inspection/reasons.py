@@ -95,7 +95,8 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
         kind = name.removeprefix("schedule ")
         if kind in planner["refused"]:
             continue
-        outcome = "nothing fits" if seconds is None else _against(float(seconds), usual)
+        nothing = "no plan was found" if name in planner.get("unsure", ()) else "nothing fits"
+        outcome = nothing if seconds is None else _against(float(seconds), usual)
         if kind in simulated and seconds is not None and float(seconds) < usual:
             seconds_there = simulated[kind]
             outcome += f", but {by_simulation(None if seconds_there is None else float(seconds_there))}"

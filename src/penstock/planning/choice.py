@@ -1,4 +1,5 @@
-"""The choice of the planner: the search that led to a plan, and the changes that would lead to another."""
+"""The choice of the planner: the search that led to a plan, the changes that would lead to another, and what every
+device contributes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,34 @@ from penstock.passes.planner.plan import PipelinePlan
 from penstock.passes.planner.planner import Outcome
 from penstock.passes.planner.profile import Profile
 from penstock.passes.planner.refine import Refined
+from penstock.passes.planner.sparing import LITTLE
+
+# Steps whose ratio differs from one by less are the same.
+_SAME = 5e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """The contribution of a device to a plan, by the formulas.
+
+    `with_it` and `without_it` are the steps of the best plans with and without the device, where there are such plans.
+    `gain` is the step without it over the step with it, less one. `effect` is one of
+
+        needed     without it nothing fits            hurts      with it a batch takes longer
+        helps      a batch takes less time with it    unfit      no plan with it fits
+        little     it changes less than LITTLE        unknown    no such plan was found, or none was searched
+    """
+
+    device: str
+    used: bool
+    effect: str
+    with_it: float | None = None
+    without_it: float | None = None
+    reason: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        return None if self.with_it is None or self.without_it is None else self.without_it / self.with_it - 1
 
 
 @dataclass(frozen=True)
@@ -62,9 +91,46 @@ class Search:
         return counterfactuals(replace(self.result, outcomes={self.chosen.plan.schedule: self.chosen} | kinds), others)
 
     @property
+    def usual(self) -> float:
+        """The step of the best plan of the schedule by the formulas, which changes are compared with."""
+        return self.result.outcomes[self.chosen.plan.schedule].step
+
+    @cached_property
+    def contributions(self) -> list[Contribution]:
+        """The contribution of each device of the cluster; nothing after an interrupt."""
+        without = {name: change for change in self.what_if for name in change.devices}
+        if self.result.stopped:
+            return []
+        idle = {*self.left_out}
+        names = [device.name for device in self.result.fleet.devices]
+        return [self._of_idle(name) if name in idle else self._of_used(name, without.get(name)) for name in names]
+
+    def _of_used(self, name: str, change: PlanChange | None) -> Contribution:
+        if change is None or (change.step is None and not change.sure):
+            return Contribution(name, True, "unknown")
+        if change.step is None:
+            return Contribution(name, True, "needed", self.usual)
+        return Contribution(name, True, _effect(change.step / self.usual - 1), self.usual, change.step)
+
+    def _of_idle(self, name: str) -> Contribution:
+        if little := next((line for line in self.little if line.startswith(f"{name} ")), ""):
+            return Contribution(name, False, "little", reason=little.removeprefix(f"{name} "))
+        if name not in self.result.left_out:
+            return Contribution(name, False, "unknown")
+        step, reason = self.result.with_idle.get(name), self.result.left_out[name]
+        if step is None:
+            return Contribution(name, False, "unfit" if self.result.planner.sees_all else "unknown", reason=reason)
+        best = self.result.best.step
+        return Contribution(name, False, _effect(best / step - 1), step, best, reason)
+
+    @property
     def left_out(self) -> list[str]:
         """Devices that the plan does not use."""
         return [device.name for i, device in enumerate(self.result.fleet.devices) if i not in self.plan.devices]
+
+
+def _effect(gain: float) -> str:
+    return "hurts" if gain <= -_SAME else "helps" if gain >= LITTLE else "little"
 
 
 def first_reason(error: str) -> str:
@@ -76,7 +142,7 @@ def first_reason(error: str) -> str:
 def compare(other: float, chosen: float) -> str:
     """Describe how much slower or faster another step is than the chosen one."""
     ratio = other / chosen
-    if abs(ratio - 1) < 5e-4:
+    if abs(ratio - 1) < _SAME:
         return "the same"
     return f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster"
 

@@ -25,7 +25,7 @@ from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
 
 from .choice import Search, compare, first_reason, passed_over
-from .facts import ASSUMED, changed_steps, predicted_facts, rates_facts
+from .facts import ASSUMED, changes_facts, predicted_facts, rates_facts
 from .plan import Plan
 from .predict import Predicted, predict, predict_here
 
@@ -52,7 +52,7 @@ def as_json(plan: Plan) -> str:
     facts = plan.as_dict() | {"predicted": predicted_facts(predict_here(plan.module, plan.predicted))}
     facts["rates"] = rates_facts(plan.module)
     if plan.search is not None:
-        facts["planner"]["what_if"] = changed_steps(plan.search)
+        facts["planner"] |= changes_facts(plan.search)
     return json.dumps(facts, indent=2, sort_keys=True)
 
 
@@ -232,7 +232,7 @@ def argument(search: Search) -> Iterator[str]:
         yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
     elif others := [name for name in search.left_out if not any(line.startswith(f"{name} ") for line in search.little)]:
         yield f"planner: not used: {', '.join(others)}"
-    usual = result.outcomes[plan.schedule].step
+    usual = search.usual
     if (same := compare(usual, chosen.step)) != "the same":
         yield (
             f"planner: by its formulas another plan of {plan.schedule} is {same}, {shown_seconds(usual)}, "

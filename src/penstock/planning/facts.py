@@ -23,7 +23,7 @@ from penstock.passes.sharding.replicas.zero import ZeroOptions
 from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.simulator.forecast import binding
 
-from .choice import Search, compare, passed_over
+from .choice import Contribution, Search, compare, passed_over
 from .hints import stage_starts
 from .predict import Predicted
 
@@ -190,7 +190,8 @@ def planner_facts(search: Search) -> dict[str, Any]:
         ),
         **({"packs": packs_facts(search)} if search.packs else {}),
         **({} if search.taken is None else {"formulas_of": chosen.plan.schedule}),
-        **({"what_if": changed_steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
+        **({"stopped": True} if search.result.stopped else {}),
+        **(changes_facts(search) if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
 
 
@@ -211,6 +212,31 @@ def packs_facts(search: Search) -> dict[str, Any]:
 def _finite(steps: Mapping[str, float]) -> dict[str, float | None]:
     """Return null for schedules of which no plan could be simulated, as JSON knows no infinity."""
     return {kind: step if math.isfinite(step) else None for kind, step in steps.items()}
+
+
+def changes_facts(search: Search) -> dict[str, Any]:
+    """Return what would change the plan, and what every device contributes. Of the changes that are `unsure` no plan
+    was found, and there may be one."""
+    unsure = [change.name for change in search.what_if if change.step is None and not change.sure]
+    return {
+        "what_if": changed_steps(search),
+        "against_s": search.usual,
+        **({"unsure": unsure} if unsure else {}),
+        "devices": [_contribution(row) for row in search.contributions],
+    }
+
+
+def _contribution(row: Contribution) -> dict[str, Any]:
+    """Return the contribution of a device as plain data."""
+    return {
+        "device": row.device,
+        "used": row.used,
+        "effect": row.effect,
+        "step_with_s": row.with_it,
+        "step_without_s": row.without_it,
+        "gain": row.gain,
+        **({"reason": row.reason} if row.reason else {}),
+    }
 
 
 def changed_steps(search: Search) -> dict[str, float | None]:

@@ -17,6 +17,8 @@ from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Times
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PlanRequest
+from penstock.passes.planner.profile import Profile
+from penstock.planning.choice import Search
 from penstock.support.errors import DoesNotFit
 
 from .brute import best_of_all
@@ -121,6 +123,41 @@ def test_says_why_devices_are_left_out() -> None:
         r"a batch would take \d+\.\d{3} m?s with it instead of \d+\.\d{3} m?s", result.left_out["snail"]
     )
     assert result.left_out.keys() == {"tiny", "snail"}
+    assert result.with_idle["tiny"] is None
+
+
+@pytest.mark.parametrize("rate", [10.0, 9e5])
+def test_says_what_each_device_contributes(rate: float) -> None:
+    """Against plans of the devices that are left; the control is the device that hurts, when it is fast."""
+    devices = (
+        Device("a", flops=1e6, bandwidth=1e12),
+        Device("tiny", flops=1e6, bandwidth=1e12, spaces=(("ram", 10),)),
+        Device("other", flops=rate, bandwidth=1e12),
+    )
+    layers = tuple(
+        Layer(f"l{i}", 1000, 1000, 0, forward=PhaseWork(Amount(0, 1000)), backward=PhaseWork(Amount(0, 2000)))
+        for i in range(4)
+    )
+
+    def planned(*used: Device) -> Result:
+        return plan_chain(Chain(layers), fleet_of(Cluster(used)), PlanRequest(4, ("1f1b",)))
+
+    result = planned(*devices)
+    search = Search(Profile(Chain(layers), (), 4, 0.25), result, result.best, {})
+    rows = {row.device: row for row in search.contributions}
+    assert (rows["tiny"].used, rows["tiny"].effect, rows["tiny"].with_it) == (False, "unfit", None)
+    alone, other = planned(devices[0]).best.step, rows["other"]
+    if rate == 10.0:
+        assert (rows["a"].used, other.used, other.effect) == (True, False, "hurts")
+        assert other.without_it == pytest.approx(alone)
+        assert other.with_it is not None
+        assert other.gain == pytest.approx(alone / other.with_it - 1)
+        assert other.gain < -0.5
+    else:
+        assert (other.used, other.effect) == (True, "helps")
+        assert other.without_it == pytest.approx(alone)
+        assert other.gain == pytest.approx(alone / result.best.step - 1)
+        assert rows["a"].effect == "helps"
 
 
 def test_what_does_not_fit_says_what_would() -> None:
