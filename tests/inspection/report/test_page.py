@@ -21,6 +21,7 @@ from penstock.inspection.report.facts import gather
 from penstock.inspection.report.material import Material, RunTrace
 from penstock.inspection.report.page import render
 from penstock.inspection.report.sharding_facts import sharding_facts
+from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Module, Note
 from penstock.models import write_mlp
 from penstock.runtime.telemetry.collective_times import CollectiveTotal
@@ -28,7 +29,7 @@ from penstock.runtime.telemetry.collective_times import CollectiveTotal
 from .chromium import Browser, PageError
 from .small_plan import Planned
 
-VIEWS = ("overview", "graph", "passes", "placement", "schedule", "memory", "links", "kernels")
+VIEWS = ("overview", "graph", "passes", "placement", "why", "schedule", "memory", "links", "kernels")
 
 
 @pytest.fixture(scope="module")
@@ -428,3 +429,71 @@ def test_layouts_and_collectives_are_tables(browser: Browser, tmp_path: Path) ->
     assert not browser.complaints()
     whole = ps.plan(model, ps.Cluster.local(1))
     assert gather(Material(whole.module), plain=True)["sharding"] is None
+
+
+def test_why_this_plan_has_the_figures_of_its_json(browser: Browser, tmp_path: Path) -> None:
+    """Of a plan that was searched for; the controls are the page of another figure, and a plan that was given."""
+    rates = (("fast", 2e10), ("slow", 1e10), ("snail", 1e5))
+    cluster = ps.Cluster(tuple(Device(name, flops=flops, bandwidth=flops) for name, flops in rates))
+    write_mlp(tmp_path / "mlp.onnx", [256, 512, 512, 256], batch="batch")
+    plan = ps.plan_best(
+        lambda size: ps.from_onnx(tmp_path / "mlp.onnx", dims={"batch": size}),
+        cluster,
+        ps.Training(loss="mse"),
+        batch=64,
+        sizes=(8, 16),
+    )
+    written = json.loads(json.dumps(plan.as_dict()))
+    facts = gather(Material(plan.module, plan=written), plain=True)
+    planner = facts["placement"]["planner"]
+    rows = {row["device"]: row for row in planner["devices"]}
+    assert rows["fast"]["effect"] in ("helps", "needed")
+    assert rows["snail"]["effect"] == "hurts"
+
+    def opened(facts: dict[str, Any]) -> str:
+        (tmp_path / "index.html").write_text(render(facts), encoding="utf-8")
+        browser.open(tmp_path / "index.html")
+        browser.js("document.getElementById('tab-why').click()")
+        assert not browser.complaints()
+        return shown(browser, "#view-why")
+
+    def cells() -> list[list[str]]:
+        lines = "[...document.querySelectorAll('#view-why tbody tr')]"
+        return list(browser.js(f"{lines}.map((row) => [...row.cells].map((cell) => cell.innerText))"))
+
+    def found() -> bool:
+        told = {row[0]: row for row in cells()}
+        figures = {name: [_seconds(row[f"step_{way}_s"]) for way in ("without", "with")] for name, row in rows.items()}
+        changes = {
+            name: "nothing fits" if step is None else _seconds(step) for name, step in planner["what_if"].items()
+        }
+        schedules = {kind: _seconds(step) for kind, step in planner["schedules"].items()}
+        return (
+            all(told[name][3:5] == steps for name, steps in figures.items())
+            and all(told[name][1] == step for name, step in changes.items())
+            and all(told[kind][2] == step for kind, step in schedules.items())
+        )
+
+    text = opened(facts)
+    assert found()
+    assert "snail would hurt, and is left out" in text
+    assert planner["limited_by"] in text
+    assert facts["summary"]["bound_by"] in text
+    wrong = copy.deepcopy(facts)
+    wrong["placement"]["planner"]["devices"][0]["step_without_s"] *= 1.5
+    opened(wrong)
+    assert not found()
+    given = copy.deepcopy(facts)
+    given["placement"]["planner"] = None
+    text = opened(given)
+    assert "given by hand, and nothing was searched" in text
+    assert "snail" not in text
+    assert not cells()
+
+
+def _seconds(value: float | None) -> str:
+    """Three digits, as the page writes them."""
+    if value is None:
+        return "–"
+    factor, unit = (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
+    return f"{float(f'{value * factor:.3g}'):#.3g}".rstrip(".") + f" {unit}"

@@ -33,6 +33,7 @@ SCRIPTS = (
     "graph",
     "passes",
     "placement",
+    "why",
     "timeline",
     "schedule",
     "memory",

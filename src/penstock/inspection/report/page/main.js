@@ -2,7 +2,7 @@
 
 const VIEWS = [
   ["overview", "Overview", overviewView], ["graph", "Graph", graphView], ["passes", "Passes", passesView], ["placement", "Placement", placementView],
-  ["schedule", "Schedule", scheduleView], ["memory", "Memory", memoryView], ["links", "Links", linksView], ["kernels", "Kernels", kernelsView],
+  ["why", "Why this plan", whyView], ["schedule", "Schedule", scheduleView], ["memory", "Memory", memoryView], ["links", "Links", linksView], ["kernels", "Kernels", kernelsView],
 ];
 const made = new Map();
 let current = "";
