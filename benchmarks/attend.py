@@ -10,13 +10,13 @@ numbers. Both take turns; times are medians of processor time. `prompt` is a chu
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import machine
 import torch
@@ -90,7 +90,7 @@ def processor_time(call: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def measured(case: Case, rounds: int) -> dict[str, object]:
+def measured(case: Case, rounds: int) -> dict[str, Any]:
     """Return the times and rates of a case."""
     with tempfile.TemporaryDirectory() as folder:
         call, moved = prepared(case, Path(folder))
@@ -113,14 +113,19 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [measured(case, arguments.rounds) for case in CASES]
-    heads = ("name", "heads", "cache_heads", "size", "dtype", "sequences", "rows")
-    shown = [
-        [*(row[head] for head in heads), *(f"{row[head]:.2f}" for head in ("ms", "GB/s", "read GB/s", "rho"))]
+    print(machine.markdown(*table_of(rows)))
+    about = {"processor": machine.processor([0]), "system": machine.system(), "load": machine.load()}
+    machine.write_json(arguments.json, {"about": about, "rows": rows})
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Return the heads and lines of the table of all cases."""
+    heads, rates = ("name", "heads", "cache_heads", "size", "dtype", "sequences", "rows"), ("GB/s", "read GB/s", "rho")
+    lines = [
+        [*(str(row[head]) for head in heads), f"{row['ms']:.2f}", *(f"{row[head]:.2f}" for head in rates)]
         for row in rows
     ]
-    print(machine.markdown((*heads, "ms", "GB/s", "read GB/s", "rho"), shown))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return (*(head.replace("_", " ") for head in heads), "ms", *rates), lines
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from elsewhere import Way
 from machine import load, markdown, processor, system, versions, write_json
+from memory_group import CGROUPS, MemoryGroup, enter
 
 import penstock as ps
 from penstock.inspection.memory import memory_curves
@@ -39,49 +40,24 @@ from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import COPIES
 from penstock.models import write_gpt
 
-CGROUPS = Path("/sys/fs/cgroup/memory")
 SHARE = 4
 
 
-class Group:
-    """A memory cgroup of version 1. `most` is the memory that its processes had at most, without files that the system
-    keeps."""
-
-    def __init__(self, name: str, limit: int = 0) -> None:
-        self.path = CGROUPS / f"penstock-{os.getpid()}-{name}"
-        self.path.mkdir()
-        if limit:
-            (self.path / "memory.limit_in_bytes").write_text(str(limit))
-
-    def run(self, bundle: Path, steps: int) -> dict[str, Any] | None:
-        """Train in the group; None where the run was ended."""
-        command = [sys.executable, __file__, "--train", str(bundle), "--steps", str(steps), "--group", str(self.path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
-        if done.returncode:
-            print((done.stderr.strip().splitlines() or ["ended without a word"])[-1], file=sys.stderr)
-            return None
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
-
-    @property
-    def kills(self) -> int:
-        """The processes that the kernel has ended."""
-        rows = dict(line.split() for line in (self.path / "memory.oom_control").read_text().splitlines())
-        return int(rows.get("oom_kill", 0))
-
-    def close(self) -> None:
-        for _ in range(50):
-            try:
-                self.path.rmdir()
-                return
-            except OSError:  # processes that were ended are still leaving
-                time.sleep(0.1)
+def run_in(group: MemoryGroup, bundle: Path, steps: int) -> dict[str, Any] | None:
+    """Train in a group; None where the run was ended."""
+    command = [sys.executable, __file__, "--train", str(bundle), "--steps", str(steps), "--group", str(group.path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+    if done.returncode:
+        print((done.stderr.strip().splitlines() or ["ended without a word"])[-1], file=sys.stderr)
+        return None
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def train(bundle: str, steps: int, group: str) -> None:
     """Train in a group, and print losses, seconds of a step, and the memory of all processes in the group."""
-    (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    enter(group)
     with ps.open(bundle, timeout=300) as job:
         vocab, draw = job.module.vars["wte.weight"].type.dims[0], np.random.default_rng(0)
         shapes = {value.name: value.type.dims for value in job.module.data_inputs}
@@ -114,8 +90,8 @@ def compiled(arguments: argparse.Namespace, width: int, offload: str) -> tuple[P
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     tiny, _ = compiled(arguments, 64, "none")
-    group = Group("tiny")
-    base = (group.run(tiny, 2) or {})["resident"]
+    group = MemoryGroup("tiny")
+    base = (run_in(group, tiny, 2) or {})["resident"]
     group.close()
     (whole, module), (away, moved) = (compiled(arguments, arguments.width, kind) for kind in ("none", "weights"))
     (row,), (curve,) = measure_memory(module).values(), memory_curves(moved)
@@ -126,17 +102,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     cap = row.fixed // SHARE
     way = Way(Path(arguments.out), *images.values())
     seconds = [way.seconds()]
-    limited = Group("away", base + cap)
-    found = limited.run(away, arguments.steps)
+    limited = MemoryGroup("away", base + cap)
+    found = run_in(limited, away, arguments.steps)
     kills = limited.kills
     limited.close()
     seconds.append(way.seconds())
-    free = Group("whole")
-    expected = free.run(whole, arguments.steps)
+    free = MemoryGroup("whole")
+    expected = run_in(free, whole, arguments.steps)
     free.close()
     seconds.append(way.seconds())
-    control = Group("control", base + cap)
-    ended = control.run(whole, 2) is None and control.kills > 0
+    control = MemoryGroup("control", base + cap)
+    ended = run_in(control, whole, 2) is None and control.kills > 0
     control.close()
     assert expected is not None, "the run without a limit failed"
     without = statistics.median(expected["seconds"])

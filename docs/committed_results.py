@@ -35,6 +35,9 @@ def parts() -> dict[str, Callable[[], str]]:
         "quantised-models": partial(exported_models, "quantised_onnx"),
         "generation-rates": partial(generation_rates, "generation"),
         "generation-genai": partial(generation_rates, "generation-genai"),
+        "generation-xeon": partial(generation_rates, "generation-xeon"),
+        "generation-prompts": partial(generation_rates, "generation-prompts"),
+        "attention-over-caches": committed_table("attend"),
         "step-accounts": step_accounts,
     }
 
