@@ -44,6 +44,7 @@ may stand in the list of the batch after its own.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -249,6 +250,11 @@ class Schedule:
             for a in self._forwards(team[0], stage)
         }
 
+    def sends(self, rank: int) -> Counter[tuple[str, int, int]]:
+        """Count the sends of a rank for each kind, stage and number of a microbatch in its batch."""
+        m = self.microbatches
+        return Counter((a.kind, a.stage, a.mb % m) for a in self.ranks[rank].batch if a.kind in SENDS and not a.once)
+
     def shares(self, stage: int) -> list[int]:
         """Count the microbatches of a batch that each rank of a stage runs."""
         return [len(self._forwards(rank, stage)) for rank in self.members()[stage]]
@@ -278,7 +284,8 @@ class Schedule:
 
 class Routes:
     """The ranks between which a message goes. The team that runs a microbatch on one stage sends to the team that runs
-    it on the other, each rank to the one at its own place. Results that are sent once per batch are the same in all
+    it on the other, each rank to the one at its own place. Where that has more ranks, places are taken in turn; where it
+    has fewer, some ranks send nothing. Results that are sent once per batch are the same in all
     teams of a stage. So each team takes them from one of those, in turn.
     """
 

@@ -151,7 +151,6 @@ class Walk:
                     self.kept[AGAIN] |= {v.name for v in edge.values}
         self.kept[LET_GO] = self.kept[FORWARD] - saved[AGAIN]
         self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
-        self.targets = {kind: sum(e.phase == kind for e in leaving) for kind in PHASES}
         self.held: dict[int, dict[str, _HeldBlock]] = {}
         self.now = {True: 0, False: 0}
         # Memory of results and temporaries, of inputs of the module, and of messages; and which of
@@ -167,7 +166,7 @@ class Walk:
             for kind, g in self.graphs.items()
             for takes in (True, False)
         }
-        self._posts, self._sends = posts, Counter[tuple[str, int]]()
+        self._posts, self._unsent = posts, Counter[tuple[str, int]]()
         self._posted: dict[Channel, dict[int, list[_HeldBlock]]] = {}
         self._expected: dict[Channel, deque[Action]] = {}
         self._lingering: dict[Channel, _SentMessages] = {}
@@ -179,6 +178,7 @@ class Walk:
         """Run through what a rank does from an empty pipeline to an empty one; each action is handed out when it is
         done."""
         actions = list(actions)
+        self._unsent = Counter((a.phase, a.mb) for a in actions if a.kind in SENDS and not a.once)
         ahead = 0
         for i, action in enumerate(actions):
             self.step += 1
@@ -213,11 +213,11 @@ class Walk:
             self._keep(action.holder, set())
 
     def _send(self, action: Action) -> None:
-        """Send a microbatch's values, which stay until they were sent to the last of several stages."""
+        """Send a microbatch's values, which stay until they were sent to the last of several ranks."""
         phase, mb = action.phase, action.mb
-        self._sends[phase, mb] += 1
-        if self._sends[phase, mb] == self.targets[phase]:
-            del self._sends[phase, mb]
+        self._unsent[phase, mb] -= 1
+        if not self._unsent[phase, mb]:
+            del self._unsent[phase, mb]
             self._keep(mb, self.kept[phase])
         self._linger(action)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from penstock.ir.action_kinds import DROP, FORWARD, LET_GO, SUM
 from penstock.ir.graph import Module, Value
 from penstock.ir.grid import message_rules
-from penstock.ir.schedule import COMPUTE, COPIES, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action
+from penstock.ir.schedule import COMPUTE, COPIES, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action, Routes
 
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs
@@ -94,7 +94,7 @@ class _Ends:
         self._homes, self._members = run.schedule.homes(), run.schedule.members()
         self._rank, self._own = rank, set(run.schedule.stages_of(rank))
         self._packed = any(len(run.schedule.stages_of(other)) > 1 for other in run.programs)
-        self._teams = run.schedule.teams()
+        self._teams, self._routes = run.schedule.teams(), Routes(run.schedule)
         self._done: dict[tuple[str, int, int, int | None, int | None], int] = {}
         self._problem = FirstOfEach(run, rank)
 
@@ -111,7 +111,7 @@ class _Ends:
             each = kind not in PER_BATCH or len(self._teams[stage]) == 1
             for target in self._out.get((stage, kind), ()) if each else ():
                 peers, send = self._members[target], SEND_OF[kind]
-                if target not in self._own and not self._moved(send, stage, mb, target):
+                if self._owes(kind, stage, mb, target):
                     ends = "|".join(map(str, peers))
                     what = f"its results are never sent to stage {target} ({stage}{send}{mb}>{ends})"
                     yield from self._problem("unsent", step, what)
@@ -123,7 +123,11 @@ class _Ends:
             yield from self._problem("early", step, f"sends what {a.stage}{a.phase}{a.mb} has not computed yet")
 
     def receive(self, step: int, a: Action) -> Iterator[Problem]:
-        yield from self._message(step, a, known=(a.stage, a.phase, self._other(a)) in self._arriving)
+        other = self._other(a)
+        yield from self._message(step, a, known=(a.stage, a.phase, other) in self._arriving)
+        for peer in self._members.get(other, ()) if other is not None else ():
+            if peer != a.peer and (first := self._done.get((a.kind, a.stage, a.mb, peer, a.end))) is not None:
+                yield from self._problem("twice", step, f"has already come from rank {peer} at step {first}")
 
     def compute(self, step: int, a: Action) -> Iterator[Problem]:
         for source, phase in self._into.get((a.stage, a.kind), ()):
@@ -139,9 +143,8 @@ class _Ends:
 
     def let_go(self, step: int, a: Action) -> Iterator[Problem]:
         """Check that nothing is let go of before it was sent."""
-        send = SEND_OF[FORWARD]
         for target in self._out.get((a.stage, FORWARD), ()):
-            if target not in self._own and not self._moved(send, a.stage, a.mb, target):
+            if self._owes(FORWARD, a.stage, a.mb, target):
                 what = f"comes before the results of microbatch {a.mb} are sent to stage {target}"
                 yield from self._problem("unsent", step, what)
 
@@ -161,6 +164,13 @@ class _Ends:
         other = self._homes.get(a.peer) if a.end is None else a.end
         # A rank that the message names must run the stage that it names, and sends itself nothing.
         return other if other is None or (a.peer in self._members.get(other, ()) and a.peer != self._rank) else None
+
+    def _owes(self, phase: str, stage: int, mb: int, target: int) -> bool:
+        """Return whether a stage awaits results of this rank that were not sent. Ranks of a team have the same
+        results; where the team that takes them is smaller, not all of them send."""
+        if target in self._own or self._moved(SEND_OF[phase], stage, mb, target):
+            return False
+        return bool(self._routes.targets(self._rank, phase, stage, target, mb))
 
     def _moved(self, kind: str, stage: int, mb: int, other: int) -> bool:
         """Return whether a message with another stage was sent or received."""

@@ -32,10 +32,8 @@ from penstock.ir.memory.walk import LOOK_AHEAD
 from penstock.ir.schedule import (
     ADDERS,
     COMPUTE,
-    PER_BATCH,
     READERS,
     RECEIVES,
-    SEND_OF,
     SENDS,
     SUM_USERS,
     Action,
@@ -161,14 +159,7 @@ class Executor:
 
     def _survey(self) -> None:
         """Find what the program of the rank has to do, and what it reports."""
-        self._sends = {
-            send: sum(
-                (edge.src, edge.phase) == (self.stage, phase) and edge.dst not in self._pack
-                for edge in self.module.edges
-            )
-            for phase, send in SEND_OF.items()
-            if send not in PER_BATCH
-        }
+        self._sends = self.schedule.sends(self.rank)
         # The number of sends of a microbatch that are still ahead, where there are several.
         self._unsent: dict[tuple[str, int], int] = {}
         forward = self.graphs.get(FORWARD)
@@ -357,9 +348,10 @@ class Executor:
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
         self.transport.send(action, {value.name: self._value(action.holder, value) for value in edge.values})
-        if action.kind in self._sends:
-            # A value that several stages take stays until it was sent to the last of them.
-            left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind]) - 1
+        if not action.once:
+            # A value that several ranks take stays until it was sent to the last of them.
+            number = action.mb % self.schedule.microbatches
+            left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind, action.stage, number]) - 1
             if left:
                 self._unsent[action.kind, action.mb] = left
             else:
