@@ -15,7 +15,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from penstock.ir.action_kinds import DROP, FORWARD, LET_GO, SUM
 from penstock.ir.graph import Module, Value
 from penstock.ir.grid import message_rules
-from penstock.ir.schedule import COMPUTE, COPIES, PER_BATCH, RECEIVE_OF, RECEIVES, SEND_OF, SENDS, TAKERS, Action, Routes
+from penstock.ir.schedule import (
+    COMPUTE,
+    COPIES,
+    PER_BATCH,
+    RECEIVE_OF,
+    RECEIVES,
+    SEND_OF,
+    SENDS,
+    TAKERS,
+    Action,
+    Routes,
+)
 
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs

@@ -24,16 +24,18 @@ Axes = tuple[tuple[str, int], ...]
 @dataclass(frozen=True, slots=True)
 class StageDevices:
     """The devices of the stages, and the axes of their meshes; without axes, all devices of a stage are replicas.
-    `packs` are the stages of every rank, where ranks run several."""
+    `packs` are the stages of every rank, where ranks run several; `unlike` the axes of each stage, where they differ."""
 
     groups: tuple[tuple[Device, ...], ...]
     axes: Axes = ()
     packs: tuple[tuple[int, ...], ...] = ()
+    unlike: tuple[Axes, ...] = ()
 
     def mesh(self, name: str, stage: int) -> Mesh:
         """Return the mesh of a stage."""
         group = self.groups[stage]
-        return Mesh(name, self.axes or ((REPLICAS, len(group)),), tuple(device.name for device in group))
+        axes = self.unlike[stage] if self.unlike else self.axes
+        return Mesh(name, axes or ((REPLICAS, len(group)),), tuple(device.name for device in group))
 
     def teams(self) -> list[tuple[Device, ...]]:
         """Return a device for each team of every stage."""
@@ -61,6 +63,27 @@ def mesh_axes(text: str) -> Axes:
             )
         axes.append((match[1], int(match[2])))
     return tuple(axes)
+
+
+def unlike_devices(cluster: Cluster, names: Sequence[str], split_at: Sequence[str], mesh: str) -> StageDevices:
+    """Return the devices of stages that have a mesh each, written `tp=2;tp=1`. Devices and cuts are named."""
+    meshes = [mesh_axes(text) for text in mesh.split(";")]
+    groups = [listed.split() for listed in names]
+    named = [name for group in groups for name in group]
+    problems = [f"device {name!r} is named twice" for name in sorted({n for n in named if named.count(n) > 1})]
+    if len(groups) != len(meshes):
+        problems.append(f"devices are named for {counted(len(groups), 'stage')}, meshes for {len(meshes)}")
+    if len(split_at) + 1 != len(meshes):
+        problems.append(
+            f"{counted(len(split_at), 'split point')} are named, {counted(len(meshes), 'mesh')} need {len(meshes) - 1}"
+        )
+    for stage, (group, axes) in enumerate(zip(groups, meshes, strict=False)):
+        if len(group) != prod(size for _, size in axes):
+            needed = prod(size for _, size in axes)
+            problems.append(f"stage {stage} has {counted(len(group), 'device')}, its mesh needs {needed}")
+    if problems:
+        raise UsageError("cannot use these meshes:" + itemised(problems), hint="--split-at names where stages end")
+    return StageDevices(tuple(tuple(map(cluster.device, group)) for group in groups), unlike=tuple(meshes))
 
 
 def devices_of(

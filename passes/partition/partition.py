@@ -47,6 +47,7 @@ from penstock.ir.ops import OPS
 from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.schedules.dealing import shares_of
 from penstock.passes.schedules.schedule import SCHEDULES
+from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
@@ -58,7 +59,7 @@ from .chain import (
 )
 from .chain_costs import ChainCosts
 from .cuts import CutSearch, by_operation, extra_seconds, given_cuts
-from .devices import StageDevices, mesh_axes, on_one_device, placed_packs
+from .devices import StageDevices, mesh_axes, on_one_device, placed_packs, unlike_devices
 from .ideals import better_stages
 from .judging import judge_of, refined
 from .memory import Outlook, needs_of
@@ -92,12 +93,19 @@ class PartitionOptions:
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
-    axes = mesh_axes(options.mesh)
+    unlike = ";" in options.mesh
+    if unlike and options.packs > 1:
+        raise UsageError("a device with several stages has no mesh", hint="leave out --packs or --mesh")
+    axes = tuple(parse_mesh(options.mesh).items()) if unlike else mesh_axes(options.mesh)
     cut_into = -(-(len(options.split_at) + 1) // max(1, options.packs))
     wanted = max(1, options.stages, cut_into) * prod(size for _, size in axes)
     cluster = module.cluster or Cluster.local(wanted)
-    placed = placed_packs(
-        cluster, options.devices, options.stages, options.split_at, axes, options.packs, options.folded
+    placed = (
+        unlike_devices(cluster, options.devices, options.split_at, options.mesh)
+        if unlike
+        else placed_packs(
+            cluster, options.devices, options.stages, options.split_at, axes, options.packs, options.folded
+        )
     )
     devices = placed.teams()
     count = len(devices)

@@ -42,8 +42,34 @@ class GivenLayout:
     text: str
 
 
+def stage_meshes(text: str) -> list[dict[str, int]]:
+    """Return the axes of the mesh of every stage, which are written `tp=2;tp=1`; one mesh for all stages otherwise. All
+    stages have the same axis dp, and an axis has one size, or is 1."""
+    meshes = [_one_mesh(part) for part in text.split(";")]
+    sizes: dict[str, set[int]] = {}
+    for axis in dict.fromkeys(axis for mesh in meshes for axis in mesh):
+        sizes[axis] = {mesh.get(axis, 1) for mesh in meshes}
+    problems = [
+        f"axis {axis} has sizes {' and '.join(map(str, sorted(of_axis)))}: "
+        + ("stages have as many replicas" if axis == REPLICAS else "a stage has one size of it in common, or 1")
+        for axis, of_axis in sizes.items()
+        if len(of_axis if axis == REPLICAS else of_axis - {1}) > 1
+    ]
+    if problems:
+        raise UsageError(f"cannot use the meshes {text!r}:" + itemised(problems))
+    return meshes
+
+
 def parse_mesh(text: str) -> dict[str, int]:
-    """Return the axes of a mesh, such as `dp=2,tp=2`, with their sizes."""
+    """Return the axes of a mesh, such as `dp=2,tp=2`, with their sizes; the largest ones where stages have several."""
+    axes: dict[str, int] = {}
+    for mesh in stage_meshes(text):
+        for axis, size in mesh.items():
+            axes[axis] = max(size, axes.get(axis, 1))
+    return axes
+
+
+def _one_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         match = _MESH_AXIS.fullmatch(part.strip())

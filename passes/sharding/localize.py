@@ -23,7 +23,8 @@ from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split as Splitting
 from penstock.ir.sharding.splits import SplitRule, read_split
 from penstock.ir.types import TensorType
-from penstock.support.errors import VerifyError
+from penstock.support.errors import UsageError, VerifyError
+from penstock.support.words import itemised
 
 from .building import LocalWriter
 from .calls import LocalCall
@@ -39,6 +40,7 @@ class LocalizeOptions:
 
 def localize(module: Module, options: LocalizeOptions = LocalizeOptions()) -> Module:
     """Turn every stage graph into the program of one device of its mesh."""
+    _check_whole(module)
     namer = Namer.of(*module.graphs.values())
     # What the padding of values holds that other graphs take; that of what is fed is zero.
     padding = {value.name: ZERO for value in module.inputs}
@@ -52,6 +54,29 @@ def localize(module: Module, options: LocalizeOptions = LocalizeOptions()) -> Mo
         padding |= localizer.padding
     facts = tuple(LOCAL if fact == "sharded" else fact for fact in module.facts)
     return module.but(graphs={name: graphs[name] for name in module.graphs}, facts=facts)
+
+
+def _check_whole(module: Module) -> None:
+    """Refuse values that are split, or sums of parts, and travel between stages that have other sizes of these axes."""
+    if len({mesh.axes for mesh in map(module.mesh_of, range(len(module.stages)))}) < 2:
+        return
+    places: dict[str, dict[int, Value]] = {}
+    for name, graph in module.graphs.items():
+        stage = graph_stage(name)
+        for value in (*graph.ins, *graph.results) if stage is not None else ():
+            places.setdefault(value.name, {})[stage or 0] = value
+    problems = []
+    for name, at in places.items():
+        axes = sorted({axis for value in at.values() for axis in value.type.every_axis})
+        unlike = [axis for axis in axes if len({module.mesh_of(stage).sizes.get(axis, 1) for stage in at}) > 1]
+        if unlike:
+            stages = " and ".join(map(str, sorted(at)))
+            problems.append(f"%{name} of stages {stages} is in parts along {', '.join(unlike)}")
+    if problems:
+        raise UsageError(
+            "what travels between stages with unlike meshes is whole:" + itemised(problems),
+            hint="cut where tensors are whole, such as behind the sum of a block",
+        )
 
 
 def _turn(name: str) -> tuple[int, int]:

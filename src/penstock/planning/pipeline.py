@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 from penstock.frontends.running_statistics import at_rest
@@ -15,7 +16,7 @@ from penstock.ir.sharding.batch_dims import with_batch_dims
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.schedules.dealing import fair_shares
-from penstock.passes.sharding.given import parse_mesh
+from penstock.passes.sharding.given import parse_mesh, stage_meshes
 from penstock.passes.sharding.written import layouts_of
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, itemised
@@ -194,6 +195,8 @@ def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:
     """Return options in which replicas that share variables out are an axis of a mesh."""
     if not options.zero:
         return options
+    if ";" in options.mesh:
+        raise UsageError("--zero shares variables out on one mesh of all stages", hint="leave out --zero")
     if not trains:
         raise UsageError("--zero shares out what training holds", hint="compile with --loss")
     named = max((len(names) for names in options.devices), default=1)
@@ -211,6 +214,8 @@ def _are_unlike(options: PlanOptions) -> bool:
 def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:
     """Return the devices of every stage, in the order of the cluster; none are named where each stage has one."""
     stages, replicas = options.stages, _devices_per_stage(options)
+    if ";" in options.mesh:
+        return _in_unlike_groups(cluster, options)
     if replicas == 1:
         return ()
     names = [device.name for device in cluster.devices]
@@ -222,6 +227,16 @@ def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...],
         )
         raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
     return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))
+
+
+def _in_unlike_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:
+    """Return the devices of every stage, in the order of the cluster, where stages have a mesh each."""
+    widths = [prod(mesh.values()) for mesh in stage_meshes(options.mesh)]
+    names = [device.name for device in cluster.devices]
+    if sum(widths) > len(names):
+        raise UsageError(f"the meshes {options.mesh!r} need {sum(widths)} devices, the cluster has {len(names)}")
+    ends = list(accumulate(widths))
+    return tuple(tuple(names[end - width : end]) for width, end in zip(widths, ends, strict=True))
 
 
 def _check_alike(cluster: Cluster, stages: Sequence[Sequence[str]]) -> None:
@@ -260,10 +275,13 @@ def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
     if options.packs > 1:
         return ()
     mesh = "" if _are_unlike(options) else options.mesh
-    if mesh and {len(names) for names in options.devices} - {prod(parse_mesh(mesh).values())}:
+    meshes = mesh.split(";")
+    meshes = meshes * len(options.devices) if len(meshes) == 1 else meshes
+    if mesh and [len(names) for names in options.devices] != [prod(parse_mesh(text).values()) for text in meshes]:
         return ()
     shares: Sequence[Sequence[int]] = options.shares or [
-        fair_shares(_rates(cluster, names, mesh), options.microbatches) for names in options.devices
+        fair_shares(_rates(cluster, names, text), options.microbatches)
+        for names, text in zip(options.devices, meshes, strict=False)
     ]
     return tuple(share for of_stage in shares for share in of_stage)
 

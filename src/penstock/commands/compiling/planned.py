@@ -126,9 +126,12 @@ def _cluster(arguments: Namespace) -> Cluster:
         return Cluster.load(arguments.cluster)
     if isinstance(arguments.devices, str):
         return Cluster.listed(arguments.devices)
-    from penstock.passes.sharding.given import parse_mesh  # lazy: heavy
+    from penstock.passes.sharding.given import stage_meshes  # lazy: heavy
 
-    of_stage = prod(parse_mesh(arguments.mesh).values()) if arguments.mesh else arguments.replicas or 1
+    widths = [prod(mesh.values()) for mesh in stage_meshes(arguments.mesh)] if arguments.mesh else []
+    if len(widths) > 1:
+        return Cluster.local(arguments.devices or sum(widths))
+    of_stage = widths[0] if widths else arguments.replicas or 1
     return Cluster.local(arguments.devices or (arguments.stages or 1) * of_stage)
 
 

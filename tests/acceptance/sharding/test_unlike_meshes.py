@@ -1,0 +1,68 @@
+"""Stages with a mesh each: a team of two ranks sends whole values to one rank, and one rank to a team of two.
+
+Ranks are processes with the NumPy back end. The oracle is a training of the same schedule on one device. What the
+checker refuses are the same plans with a message left out, or with one too many.
+"""
+
+from __future__ import annotations
+
+import pytest
+from acceptance.sharding import matrix as m
+
+import penstock as ps
+from penstock.ir.schedule import Action
+from penstock.ir.verify.messages import check_wired
+
+CUT = ("h.1.mlp.residual",)
+MESHES = ("tp=2;tp=1", "tp=1;tp=2")
+
+
+def _plan(mesh: str, schedule: str = "1f1b", **settings: object) -> ps.Plan:
+    given = {"split_at": CUT, "shard": ("preset:megatron",), **settings}
+    return ps.plan(m.model(), ps.Cluster.local(3), m.TRAINING, schedule=schedule, stages=2, mesh=mesh, **given)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_training_is_that_of_one_device(mesh: str, schedule: str) -> None:
+    assert m.trained(_plan(mesh, schedule)) == pytest.approx(m.on_one_device(schedule), rel=1e-6)
+
+
+def _problems(plan: ps.Plan, changed: dict[str, tuple[str, ...]]) -> str:
+    """Return what the checker of messages says where actions are replaced by others, by rank and action."""
+    module = plan.module
+    assert module.schedule is not None
+
+    def rule(rank: int, action: Action) -> list[Action]:
+        return [Action.parse(text) for text in changed.get(f"{rank} {action}", (str(action),))]
+
+    return "; ".join(map(str, check_wired(module.but(schedule=module.schedule.rewrite_ranks(rule)))))
+
+
+def test_checker_refuses_messages_left_out_and_sent_twice() -> None:
+    joins, splits = (_plan(mesh, "gpipe") for mesh in MESHES)
+    assert not _problems(joins, {})
+    assert not _problems(splits, {})
+    sent, both = ("0SF4>2",), ("1SB4>0", "1SB4>0")
+    assert "never sends this message" in _problems(joins, {"0 0SF4>2": ()})
+    assert "never receives this message" in _problems(joins, {"1 0F4@1": ("0F4@1", *sent)})
+    taken = {"1 0F4@1": ("0F4@1", *sent), "2 1RF4<0": ("1RF4<0", "1RF4<1")}
+    assert "has already come from rank 0" in _problems(joins, taken)
+    assert "never sends this message" in _problems(splits, {"0 0SF4>2": ()})
+    assert "was already done" in _problems(joins, {"2 1SB4>0": both})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings", "words"),
+    [
+        ("tp=2;tp=1", {"split_at": ()}, "0 split points are named, 2 meshes need 1"),
+        ("dp=2;dp=1", {"shard": ()}, "axis dp has sizes 1 and 2"),
+        ("tp=2;tp=3", {}, "axis tp has sizes 2 and 3"),
+        ("tp=2;tp=1", {"zero": 1}, "--zero shares variables out on one mesh of all stages"),
+        ("tp=2;tp=1", {"split_at": ("h.1.mlp.fc",)}, "what travels between stages with unlike meshes is whole"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(mesh: str, settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ps.PenstockError) as caught:
+        _plan(mesh, **settings)
+    assert words in str(caught.value)
