@@ -284,7 +284,7 @@ class Schedule:
 
 class Routes:
     """The ranks between which a message goes. The team that runs a microbatch on one stage sends to the team that runs
-    it on the other, each rank to the one at its own place. Where that has more ranks, places are taken in turn; where it
+    it on the other, each rank to the one at its own place. Where that has more ranks, places are taken in turn; if it
     has fewer, some ranks send nothing. Results that are sent once per batch are the same in all
     teams of a stage. So each team takes them from one of those, in turn.
     """

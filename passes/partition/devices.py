@@ -24,7 +24,7 @@ Axes = tuple[tuple[str, int], ...]
 @dataclass(frozen=True, slots=True)
 class StageDevices:
     """The devices of the stages, and the axes of their meshes; without axes, all devices of a stage are replicas.
-    `packs` are the stages of every rank, where ranks run several; `unlike` the axes of each stage, where they differ."""
+    `packs` are the stages of every rank, where ranks run several; `unlike` the axes of each stage, if they differ."""
 
     groups: tuple[tuple[Device, ...], ...]
     axes: Axes = ()

@@ -59,7 +59,7 @@ from .chain import (
 )
 from .chain_costs import ChainCosts
 from .cuts import CutSearch, by_operation, extra_seconds, given_cuts
-from .devices import StageDevices, mesh_axes, on_one_device, placed_packs, unlike_devices
+from .devices import Axes, StageDevices, mesh_axes, on_one_device, placed_packs, unlike_devices
 from .ideals import better_stages
 from .judging import judge_of, refined
 from .memory import Outlook, needs_of
@@ -93,20 +93,11 @@ class PartitionOptions:
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
-    unlike = ";" in options.mesh
-    if unlike and options.packs > 1:
-        raise UsageError("a device with several stages has no mesh", hint="leave out --packs or --mesh")
-    axes = tuple(parse_mesh(options.mesh).items()) if unlike else mesh_axes(options.mesh)
+    axes = tuple(parse_mesh(options.mesh).items()) if ";" in options.mesh else mesh_axes(options.mesh)
     cut_into = -(-(len(options.split_at) + 1) // max(1, options.packs))
     wanted = max(1, options.stages, cut_into) * prod(size for _, size in axes)
     cluster = module.cluster or Cluster.local(wanted)
-    placed = (
-        unlike_devices(cluster, options.devices, options.split_at, options.mesh)
-        if unlike
-        else placed_packs(
-            cluster, options.devices, options.stages, options.split_at, axes, options.packs, options.folded
-        )
-    )
+    placed = _placed(cluster, options, axes)
     devices = placed.teams()
     count = len(devices)
     whole, module = module, on_one_device(module, axes)
@@ -171,6 +162,17 @@ def _chosen(search: CutSearch) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------ writing it down
+
+
+def _placed(cluster: Cluster, options: PartitionOptions, axes: Axes) -> StageDevices:
+    """Return the devices of every stage; with a mesh each, or with one mesh or none for all."""
+    if ";" not in options.mesh:
+        return placed_packs(
+            cluster, options.devices, options.stages, options.split_at, axes, options.packs, options.folded
+        )
+    if options.packs > 1:
+        raise UsageError("a device with several stages has no mesh", hint="leave out --packs or --mesh")
+    return unlike_devices(cluster, options.devices, options.split_at, options.mesh)
 
 
 def _annotate(module: Module, placed: StageDevices, costs: ChainCosts, stages: Sequence[int]) -> Module:
