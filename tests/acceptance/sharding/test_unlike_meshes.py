@@ -6,12 +6,17 @@ checker refuses are the same plans with a message left out, or with one too many
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
 import pytest
 from acceptance.sharding import matrix as m
 
 import penstock as ps
 from penstock.ir.schedule import Action
 from penstock.ir.verify.messages import check_wired
+from penstock.models import write_gpt
 
 CUT = ("h.1.mlp.residual",)
 MESHES = ("tp=2;tp=1", "tp=1;tp=2")
@@ -26,6 +31,29 @@ def _plan(mesh: str, schedule: str = "1f1b", **settings: object) -> ps.Plan:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_is_that_of_one_device(mesh: str, schedule: str) -> None:
     assert m.trained(_plan(mesh, schedule)) == pytest.approx(m.on_one_device(schedule), rel=1e-6)
+
+
+def _tied(folder: Path) -> ps.Model:
+    """The model of the matrix, whose head reads the table of words."""
+    sizes = {"layers": 4, "width": 16, "heads": 2, "vocab": m.VOCABULARY, "positions": m.POSITIONS, "batch": m.BATCH}
+    model = onnx.load(write_gpt(folder / "gpt.onnx", **sizes))
+    place, head = next((i, node) for i, node in enumerate(model.graph.node) if "lm_head.weight" in node.input)
+    head.input[list(head.input).index("lm_head.weight")] = "turned"
+    model.graph.node.insert(place, onnx.helper.make_node("Transpose", ["wte.weight"], ["turned"], perm=[1, 0]))
+    onnx.save(model, folder / "tied.onnx")
+    return ps.from_onnx(folder / "tied.onnx")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("what", ["clip", "tied"])
+def test_what_stages_exchange_once_a_batch_is_there_on_all_ranks(what: str, mesh: str, tmp_path: Path) -> None:
+    """The norm of the gradient, and gradients of a parameter that both stages read."""
+    model = m.model() if what == "clip" else _tied(tmp_path)
+    training = replace(m.TRAINING, clip=0.05) if what == "clip" else m.TRAINING
+    settings = {"split_at": CUT, "shard": ("preset:megatron",), "mesh": mesh, "stages": 2}
+    plan = ps.plan(model, ps.Cluster.local(3), training, schedule="1f1b", **settings)
+    alone = ps.plan(model, ps.Cluster.local(1), training, schedule="1f1b", stages=1)
+    assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
 
 
 def _problems(plan: ps.Plan, changed: dict[str, tuple[str, ...]]) -> str:
