@@ -2,7 +2,7 @@
 
 In: a module with a schedule. It follows every microbatch in concrete runs (runs.py):
 
-    saved      CO stands behind F, which saves the set, and copies it once
+    saved      CO stands behind F, which saves the set, and before what takes it, and copies it once
     home       L lets go of no only copy: CO stands before it
     resident   a computation that takes a value of the set stands before L, or behind CI
     back       CI brings what is away, and what is away comes back before the microbatch is dropped
@@ -20,8 +20,8 @@ from penstock.ir.schedule import Action
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach
 
-# The states of a set: on the device alone, on the device and at home, at home alone, brought back.
-_HERE, _COPIED, _AWAY, _BACK = "here", "copied", "away", "back"
+# The states of a set: on the device alone, on the device and at home, at home alone, brought back, taken.
+_HERE, _COPIED, _AWAY, _BACK, _TAKEN = "here", "copied", "away", "back", "taken"
 
 
 def check_saved_sets(module: Module, run: ConcreteRun) -> Iterator[Problem]:
@@ -56,6 +56,8 @@ class _SetMoves:
                     f"(no {a.stage}{COPY_IN}{a.mb}:{SAVED_ITEM} before)"
                 )
                 yield from self._problem("away", step, what)
+            elif saved is not None and a.kind in saved.users and self._state(a) in (_HERE, _BACK):
+                self._states[a.stage, a.mb] = _TAKEN
 
     def _state(self, a: Action) -> str:
         return self._states.get((a.stage, a.mb), "")
@@ -65,6 +67,8 @@ class _SetMoves:
         if not state:
             what = f"copies what microbatch {a.mb} has not saved (comes before {a.stage}{FORWARD}{a.mb})"
             yield from self._problem("before", step, what)
+        elif state == _TAKEN:
+            yield from self._problem("late", step, f"copies what a computation of microbatch {a.mb} has taken")
         elif state != _HERE:
             yield from self._problem("same", step, f"copies what is at home already of microbatch {a.mb}")
         self._states[a.stage, a.mb] = _COPIED

@@ -114,6 +114,18 @@ def at_once(module: Module) -> Module:
     return edited(module, lambda _, a: rows[a.kind](a) if moves_saved(a) and a.kind in rows else (a,))
 
 
+def behind_its_backward(module: Module) -> Module:
+    """All moves of a set stand where it was taken."""
+
+    def rule(_: int, a: Action) -> Iterable[Action]:
+        if moves_saved(a) and a.stage == 0:
+            return ()
+        moves = (Action(kind, 0, a.mb, item="a0") for kind in ("CO", "L", "CI"))
+        return (a, *moves) if (a.kind, a.stage) == ("B", 0) else (a,)
+
+    return edited(module, rule)
+
+
 REFUSED = {
     "a CI left out": (change("CI", lambda a: ()), r"takes %.* of microbatch \d+, .*disk \(no 0CI\d+:a0 before\)"),
     "a CO left out": (change("CO", lambda a: ()), r"lets go of the only copy of what 0F\d+ saved \(no 0CO\d+:a0 "),
@@ -121,6 +133,7 @@ REFUSED = {
     "L before its CO": (at_once, r"lets go of the only copy of what 0F\d+ saved"),
     "brought twice": (change("CI", lambda a: (a, a)), r"brings what is on the device of microbatch"),
     "copied twice": (change("CO", lambda a: (a, a)), r"copies what is at home already of microbatch"),
+    "moved when it was taken": (behind_its_backward, r"copies what a computation of microbatch \d+ has taken"),
     "never let go of": (change("L", lambda a: ()), r"brings what is on the device of microbatch"),
     "of another stage": (change("CI", lambda a: (a._replace(stage=3),)), "runs stages 0, 3, expected one"),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.runtime.job.test_offload import checkpoints
 from tests.runtime.job.test_packs import M, same, trained
-from tests.runtime.job.test_replicas import batches_of
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
@@ -40,18 +40,7 @@ def test_training_is_bit_for_bit_the_same(bundles):
 
 def test_checkpoints_are_those_of_training_without(bundles, tmp_path):
     whole, away = bundles
-    batches = batches_of(open_bundle(whole), 4)
-    with ps.open(whole, timeout=60) as job:
-        expected = [step.losses for step in job.steps(batches)]
-    for first, then, background in ((away, whole, True), (whole, away, False), (away, away, False)):
-        place = tmp_path / f"{first.name}-{then.name}"
-        with ps.open(first, timeout=60) as job:
-            losses = [step.losses for step in job.steps(batches[:2])]
-            job.save(place, background=background)
-            losses += [step.losses for step in job.steps(batches[2:])]
-        assert losses == expected
-        with ps.open(then, timeout=60, resume=place) as job:
-            assert expected[:2] + [step.losses for step in job.steps(batches[2:])] == expected
+    checkpoints(bundles, tmp_path / "places")
     with ps.open(whole, timeout=60) as one, ps.open(away, timeout=60) as other:
         parameters = one.parameters()
         assert all(np.array_equal(parameters[name], array) for name, array in other.parameters().items())
