@@ -4,9 +4,10 @@
     python benchmarks/large_folder.py --out DIR --layers 2 --limit 400         in small
 
 A Llama of float32 with random weights is written in shards, a tensor at a time. `penstock compile hf:FOLDER --generate`
-runs in a memory cgroup of so many megabytes: once with the weights as they are, once with 4 bits, and as the control
-with a fifth of the limit, where it has to be refused, or ended by the kernel. Exit code 1 where one of them ends
-otherwise. A bundle that was made then says three tokens, without a limit.
+runs in a memory cgroup of so many megabytes, for a device of a cluster file that has memory for the model: once with
+the weights as they are, once with 4 bits, and as the control with a fifteenth of the limit, where it has to be refused,
+or ended by the kernel. Exit code 1 where one of them ends otherwise. A bundle that was made then says three tokens,
+without a limit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from memory_group import CGROUPS, MemoryGroup, enter
 from safetensors.torch import save_file
 
 WIDTH, INSIDE, HEADS, KEY_HEADS, WORDS = 2048, 5632, 32, 4, 32000
-CONTROL = 5
+CONTROL = 15
 
 
 def write_folder(folder: Path, layers: int) -> int:
@@ -70,7 +71,9 @@ def write_folder(folder: Path, layers: int) -> int:
 def compiled(folder: Path, out: Path, weights: str, limit: int) -> dict[str, Any]:
     """Compile in a group with a limit. Return how it ended, and what it took."""
     group = MemoryGroup(out.name, limit)
-    words = ["--generate", "--context", "256", "--sequences", "1", "--weights", weights]
+    cluster = out.with_suffix(".toml")
+    cluster.write_text('[[device]]\nname = "cpu:0"\nmemory = "64 GiB"\nthreads = 1\n')
+    words = ["--cluster", str(cluster), "--generate", "--context", "256", "--sequences", "1", "--weights", weights]
     command = [sys.executable, __file__, "--group", str(group.path), "--command", *words]
     begun = time.monotonic()
     done = subprocess.run([*command, f"hf:{folder}", "-o", str(out)], capture_output=True, text=True, timeout=3600)

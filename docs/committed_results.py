@@ -38,6 +38,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "generation-xeon": partial(generation_rates, "generation-xeon"),
         "generation-prompts": partial(generation_rates, "generation-prompts"),
         "attention-over-caches": committed_table("attend"),
+        "large-folder": committed_table("large_folder"),
         "step-accounts": step_accounts,
     }
 

@@ -1,5 +1,5 @@
 """The benchmark of a folder larger than memory, with few layers: it is compiled under a limit below its size, and refused
-under one of a fifth of that."""
+under one of a fifteenth of that."""
 
 from __future__ import annotations
 
