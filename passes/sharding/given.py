@@ -69,6 +69,14 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
+def mesh_text(module: Module) -> str:
+    """Return the mesh of a module's stages as the user writes it: one for all, or one of each stage."""
+    meshes = [module.mesh_of(stage.index).sizes for stage in module.stages]
+    axes = dict.fromkeys(axis for mesh in meshes for axis in mesh)
+    texts = [",".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes) for mesh in meshes]
+    return texts[0] if len(set(texts)) == 1 else ";".join(texts)
+
+
 def _one_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):

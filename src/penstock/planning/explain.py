@@ -19,6 +19,7 @@ from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.costs.prices import by_simulation, shown_seconds
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.planner.mixed import helping
+from penstock.passes.sharding.given import mesh_text
 from penstock.passes.simulator.forecast import binding
 from penstock.runtime.generation.turn import TOKENS
 from penstock.support.terminal import table
@@ -162,9 +163,9 @@ def _left_over(module: Module) -> Iterator[str]:
     known, used = module.cluster.devices if module.cluster is not None else (), module.rank_devices()
     left = [device.name for device in known if device.name not in used]
     if module.meshes and left:
-        axes = ",".join(f"{axis}={size}" for axis, size in module.meshes[0].axes)
         stages = counted(len(module.stages), "stage")
-        yield f"idle: {', '.join(left)}; {axes} for {stages} takes {len(used)} of {counted(len(known), 'device')}"
+        takes = f"{mesh_text(module)} for {stages} takes {len(used)} of {counted(len(known), 'device')}"
+        yield f"idle: {', '.join(left)}; {takes}"
 
 
 def _collectives(module: Module) -> int:

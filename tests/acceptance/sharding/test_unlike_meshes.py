@@ -14,9 +14,12 @@ import pytest
 from acceptance.sharding import matrix as m
 
 import penstock as ps
+from penstock.backends.bundle.format import open_bundle
+from penstock.commands.parser import main
 from penstock.ir.schedule import Action
 from penstock.ir.verify.messages import check_wired
 from penstock.models import write_gpt
+from penstock.passes.sharding.given import mesh_text
 
 CUT = ("h.1.mlp.residual",)
 MESHES = ("tp=2;tp=1", "tp=1;tp=2")
@@ -54,6 +57,18 @@ def test_what_stages_exchange_once_a_batch_is_there_on_all_ranks(what: str, mesh
     plan = ps.plan(model, ps.Cluster.local(3), training, schedule="1f1b", **settings)
     alone = ps.plan(model, ps.Cluster.local(1), training, schedule="1f1b", stages=1)
     assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_views_and_exports_name_the_mesh_of_each_stage(mesh: str, tmp_path: Path) -> None:
+    bundle = ps.compile(_plan(mesh), tmp_path / "b", backend="numpy")
+    assert mesh_text(open_bundle(bundle).module) == mesh
+    for view in ("--sharding", "--links", "--memory"):
+        assert main(["inspect", str(bundle), view]) == 0
+    assert main(["verify", str(bundle), "--steps", "2"]) == 0
+    assert main(["export", str(bundle), "--onnx", str(tmp_path / "trained.onnx")]) == 0
+    (configuration,) = onnx.load(tmp_path / "trained.onnx").configuration
+    assert (configuration.name, configuration.num_devices) == (mesh, 3)
 
 
 def _problems(plan: ps.Plan, changed: dict[str, tuple[str, ...]]) -> str:

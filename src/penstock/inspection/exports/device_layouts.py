@@ -11,6 +11,7 @@ Not written are tensors in folded order, values that are sums still to be added 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import onnx
@@ -19,6 +20,7 @@ from penstock.backends.bundle.format import Bundle
 from penstock.ir.graph import BUFFER, PARAM, Mesh, Module
 from penstock.ir.sharding.device_lists import device_layout
 from penstock.ir.types import TensorType
+from penstock.passes.sharding.given import mesh_text
 
 from .node_places import node_places
 
@@ -29,8 +31,9 @@ _IR_VERSION = 11
 def write_layouts(model: onnx.ModelProto, bundle: Bundle, whole: Module) -> None:
     """Write how the tensors of a bundle lie into its model; `whole` is the program before it was cut."""
     module = bundle.module
-    mesh = module.mesh_of(0)
-    name = ",".join(f"{axis}={size}" for axis, size in mesh.axes)
+    name = mesh_text(module)
+    meshes = [module.mesh_of(stage.index) for stage in module.stages]
+    firsts = [0, *accumulate(len(mesh.devices) for mesh in meshes)]
     stored, values = _types(whole, bundle.source_names or {})
     others = [entry for entry in model.configuration if entry.name != name]
     devices = module.rank_devices()
@@ -43,7 +46,7 @@ def write_layouts(model: onnx.ModelProto, bundle: Bundle, whole: Module) -> None
         del node.device_configurations[:]
         stage = next((op.stage for op in ops if op.stage is not None), None)
         if stage is not None:
-            specs = _specs(node, stored, values, mesh, stage * len(mesh.devices))
+            specs = _specs(node, stored, values, meshes[stage], firsts[stage])
             place: dict[str, Any] = {"pipeline_stage": stage} if len(module.stages) > 1 else {}
             entry = onnx.NodeDeviceConfigurationProto(configuration_id=name, sharding_spec=list(specs), **place)
             node.device_configurations.append(entry)

@@ -20,6 +20,7 @@ from penstock.ir.collective_calls import CollectiveCall, calls_of, sent_bytes
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.ops import integer
 from penstock.ir.types import TensorType
+from penstock.passes.sharding.given import mesh_text
 from penstock.passes.simulator.exchanges import Routes, collective_seconds, collective_times
 from penstock.passes.simulator.machine import machine_of
 from penstock.support.errors import UsageError
@@ -101,8 +102,7 @@ def split_facts(module: Module, whole: Module | None = None, given: Sequence[str
         )
     uses = tuple(use for stage in module.stages for use in _collectives(module, stage.index))
     if whole is not None and given:
-        mesh = ",".join(f"{axis}={size}" for axis, size in module.mesh_of(0).axes)
-        avoiding = avoiding_layouts(whole, mesh, given, [use.result for use in uses])
+        avoiding = avoiding_layouts(whole, mesh_text(module), given, [use.result for use in uses])
         uses = tuple(replace(use, avoided_by=avoiding.get(use.result, ())) for use in uses)
     traffic = {stage.index: tuple(_traffic(module, stage.index, uses)) for stage in module.stages}
     graphs = tuple(graph for of_stage in traffic.values() for graph in of_stage)
