@@ -4,12 +4,18 @@ In: an ONNX model whose dimensions have names, the sizes of those that stay, and
 
     python benchmarks/rungs.py bert.onnx --dim batch=1 --dim 'seq<=512' --results lengths.json
     python benchmarks/rungs.py resnet50 --dim 'batch<=32' --results lengths.json --short
+    python benchmarks/rungs.py bert.onnx --dim batch=1 --dim 'seq<=512' --results lengths.json --every
 
 Out: for every size the seconds of one call (on one thread processor time, which other work on the machine disturbs
 least), the larger of both errors against onnxruntime, and how many compilers ran
 meanwhile. Both bundles are called in turn, and the median of five such pairs counts. Results of all models are kept
 in the file: a run that was ended goes on where it was. `--short` measures few sizes, and `--sizes 9,17,100` these
 alone. `resnet50` is written by the program itself.
+
+`--every` bounds the ratio of every size by calls of the ladder alone. Code for a length takes no less time than code
+for a smaller one: a length that is filled up to a rung takes at most the time of that rung by the time of the rung
+before. Code for rows takes no less time for a row than the best rung does. Of each step whose bound misses the goal,
+the size with the most padding is measured beside a bundle that was compiled for it.
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ from penstock.support.terminal import table
 PAIRS = 5
 # The sizes of a short run, as shares of the bound.
 SHARES = (0.02, 0.27, 0.53, 0.79, 1.0)
+GOAL = 1.1
 
 
 def main() -> None:
@@ -47,6 +54,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--every", action="store_true", help="bound the ratio of every size, and measure the worst")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="penstock-rungs-"))
@@ -54,6 +62,7 @@ def main() -> None:
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {"rows": []}
     measure(model, bounded_dims_of(arguments.dim), folder, arguments, results)
     print_table(results["rows"])
+    print(table(*table_of_steps(results.get("steps", []))))
 
 
 def measure(
@@ -64,14 +73,18 @@ def measure(
     sizes = range(1, bound.most + 1) if name == "batch" else range(min(8, bound.most), bound.most + 1)
     short = sorted({max(sizes[0], round(share * bound.most)) for share in SHARES})
     chosen = arguments.sizes or (short if arguments.short else list(sizes))
-    done = {row["size"] for row in results["rows"] if row["model"] == model.stem}
-    left = [size for size in chosen if size not in done]
-    if not left:
-        return
     ladder = ps.load(_compiled(model, dims, folder / "ladder", arguments.threads))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = arguments.threads
     judge = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    if arguments.every:
+        steps = measured_steps(ladder, [(size, _inputs(judge, {**dims, name: size})) for size in sizes])
+        others = [row for row in results.get("steps", []) if row["model"] != model.stem]
+        results["steps"] = [*others, *({"model": model.stem, **step} for step in steps)]
+        arguments.results.write_text(json.dumps(results, indent=1) + "\n")
+        chosen = [step["first"] for step in steps if step["ladder_s"] > GOAL * step["floor_s"]]
+    done = {row["size"] for row in results["rows"] if row["model"] == model.stem}
+    left = [size for size in chosen if size not in done]
     for size in left:
         fixed = {**dims, name: size}
         # Each has a folder of its own: a library that was loaded once is not read again from its place.
@@ -80,8 +93,8 @@ def measure(
         outputs = [output.name for output in judge.get_outputs()]
         expected = dict(zip(outputs, judge.run(outputs, inputs), strict=True))
         error = max(_error(answer, expected) for answer in (ladder(inputs), exact(inputs)))
+        clock = time.process_time if arguments.threads == 1 else time.perf_counter
         with Compilers() as compilers:
-            clock = time.process_time if arguments.threads == 1 else time.perf_counter
             ours, theirs = _pairs(lambda: ladder(inputs), lambda: exact(inputs), clock)  # noqa: B023
         row = {"ladder_s": ours, "exact_s": theirs, "error": error, "compiled": compilers.count}
         results["rows"].append({"model": model.stem, "size": size, **row})
@@ -89,6 +102,43 @@ def measure(
         arguments.results.write_text(json.dumps(results, indent=1) + "\n")
         shutil.rmtree(folder / f"exact-{size}")
         print(f"{name} {size}: {ours * 1e3:.2f} ms, {theirs * 1e3:.2f} ms compiled for it", flush=True)
+
+
+def measured_steps(ladder: Any, requests: Sequence[tuple[int, Mapping[str, np.ndarray]]]) -> list[dict[str, Any]]:
+    """Return the steps of a ladder with processor seconds of a call of each, for requests of all sizes."""
+    ((name, _),) = ladder.bundle.ladder.most.items()
+    rows = ladder.requests.rows == name
+    rungs = {dict(rung.sizes)[name] for rung in ladder.bundle.ladder}
+    tops = [(size, inputs) for size, inputs in requests if rows or size in rungs]
+    times: dict[int, list[float]] = {size: [] for size, _ in tops}
+    for turn in range(PAIRS + 1):
+        for size, inputs in tops:
+            began = time.process_time()
+            ladder(inputs)
+            if turn:
+                times[size].append(time.process_time() - began)
+    return steps_of({size: statistics.median(taken) for size, taken in times.items()}, rows)
+
+
+def steps_of(seconds: Mapping[int, float], rows: bool) -> list[dict[str, Any]]:
+    """Return the steps of a ladder, each with the least time that code for its sizes could take.
+
+    In: seconds of a call by size, ascending: of every size of rows, of every rung of a length. A step of a length is
+    all sizes that are filled up to one rung.
+    """
+    best_row = min(taken / size for size, taken in seconds.items())
+    steps = []
+    before: int | None = None
+    for size, taken in seconds.items():
+        first = size if rows or before is None else before + 1
+        if rows:
+            floor = size * best_row
+        else:
+            # A length that is a rung is not filled up: code for it is the rung's.
+            floor = taken if before is None or first == size else seconds[before]
+        steps.append({"first": first, "last": size, "ladder_s": taken, "floor_s": floor})
+        before = size
+    return steps
 
 
 def _compiled(model: Path, dims: Mapping[str, Any], out: Path, threads: int) -> Path:
@@ -165,6 +215,20 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[t
         for row in rows
     ]
     return ("model", "size", "ladder ms", "exact ms", "ratio", "error", "compiled"), lines
+
+
+def table_of_steps(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return a table of the bounds of every size: a line for each model."""
+    lines = []
+    for model in dict.fromkeys(step["model"] for step in steps):
+        mine = [step for step in steps if step["model"] == model]
+        count = {id(step): step["last"] - step["first"] + 1 for step in mine}
+        within = sum(count[id(step)] for step in mine if step["ladder_s"] <= GOAL * step["floor_s"])
+        worst = max(mine, key=lambda step: step["ladder_s"] / step["floor_s"])
+        sizes = f"{mine[0]['first']} to {mine[-1]['last']}"
+        largest = f"{worst['ladder_s'] / worst['floor_s']:.3f} ({worst['first']} to {worst['last']})"
+        lines.append((model, sizes, str(len(mine)), f"{within} of {sum(count.values())}", largest))
+    return ("model", "sizes", "steps", "sizes within 1.1 by the bound", "largest bound"), lines
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -25,6 +25,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "long-run": long_run,
         "small-models": committed_table("one_process"),
         "sizes-beside-exact": committed_table("rungs"),
+        "sizes-bounded": committed_table("rungs", "steps"),
         "rungs-compiled": committed_table("rungs_compile"),
         "split-training": committed_table("tensor_parallel"),
         "collective-times": committed_table("collectives"),
@@ -93,15 +94,16 @@ def export_verdicts() -> str:
     return "\n".join(lines) + "\n"
 
 
-def committed_table(benchmark: str) -> Callable[[], str]:
-    """Return what makes the table of a benchmark of its committed run."""
+def committed_table(benchmark: str, part: str = "rows") -> Callable[[], str]:
+    """Return what makes the table of a part of a benchmark's committed run, by its `table_of` or `table_of_PART`."""
+    maker = "table_of" if part == "rows" else f"table_of_{part}"
 
     def make() -> str:
         sys.path.append(str(HERE.parent / "benchmarks"))
         from machine import markdown
 
         document = json.loads((HERE.parent / f"benchmarks/results/{benchmark}.json").read_text(encoding="utf-8"))
-        return markdown(*import_module(benchmark).table_of(document["rows"])) + "\n"
+        return markdown(*getattr(import_module(benchmark), maker)(document[part])) + "\n"
 
     return make
 
