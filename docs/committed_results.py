@@ -149,5 +149,5 @@ def matrix_of_levels() -> str:
     from matrix import FILE, refusals, table_of
 
     rows = json.loads(FILE.read_text(encoding="utf-8"))
-    words = [f"Refused, in these words: {text}." for text in refusals(rows)]
-    return "\n".join([markdown(*table_of(rows)), "", *words]) + "\n"
+    words = [f"\nRefused, in these words: {text}." for text in refusals(rows)]
+    return "\n".join([markdown(*table_of(rows)), *words]) + "\n"

@@ -191,9 +191,8 @@ def kept_slices(call: CollectiveCall, place: int, members: int) -> tuple[slice, 
 
 
 def place_of(module: Module, rank: int) -> int:
-    """Return the place of a rank in the mesh of its stage."""
-    stages = module.rank_stages()
-    return rank - stages.index(stages[rank])
+    """Return the place of a rank in the mesh of its stages."""
+    return module.ranks_of(module.rank_stages()[rank]).index(rank)
 
 
 def coordinates_of(module: Module, rank: int) -> dict[str, int]:
@@ -203,16 +202,16 @@ def coordinates_of(module: Module, rank: int) -> dict[str, int]:
 
 def group_of(module: Module, rank: int, over: Sequence[str]) -> tuple[int, ...]:
     """Return the ranks that differ from a rank along these axes alone, itself among them, the first axis major."""
-    place = place_of(module, rank)
-    mesh = module.mesh_of(module.rank_stages()[rank])
-    return tuple(rank - place + other for other in mesh.group(place, over))
+    stage = module.rank_stages()[rank]
+    ranks = module.ranks_of(stage)
+    return tuple(ranks[other] for other in module.mesh_of(stage).group(ranks.index(rank), over))
 
 
 def groups_of(module: Module) -> tuple[tuple[int, ...], ...]:
     """Return all groups of more than one rank that meet in collectives, each once, in an order that all ranks know."""
     groups: dict[tuple[int, ...], None] = {}
-    for rank, stage in enumerate(module.rank_stages()):
+    for rank, stages in enumerate(module.rank_packs()):
         for name, graph in module.graphs.items():
-            if graph_stage(name) == stage:
+            if graph_stage(name) in stages:
                 groups |= dict.fromkeys(group_of(module, rank, call.over) for call in calls_of(graph))
     return tuple(sorted(group for group in groups if len(group) > 1))

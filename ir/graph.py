@@ -319,9 +319,12 @@ class Module:
 
     def rank_devices(self) -> list[str]:
         """Return the device of every rank: ranks are numbered stage by stage."""
-        if self.packs:
-            return [self.stages[stages[0]].place for stages in self.packs]
-        return [device for stage in self.stages for device in self.devices_of(stage.index)]
+        devices = {stage.index: iter(self.devices_of(stage.index)) for stage in self.stages}
+        return [next(devices[at], self.stages[at].place) for at, *_ in self.rank_packs()]
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """Return the ranks of a stage, in the order of its devices."""
+        return [rank for rank, stages in enumerate(self.rank_packs()) if stage in stages]
 
     def rank_stages(self) -> list[int]:
         """Return the first stage of every rank."""
@@ -343,8 +346,7 @@ def graph_stage(name: str) -> int | None:
 
 
 def graph_kind(name: str) -> str:
-    """Name the computation of a graph, of a stage or of the whole model: F, B, W, P, N or U; `main` is the F
-    of a model that is not differentiated."""
+    """Name the computation of a graph: F, B, W, P, N or U; `main` is the F of a model that is not differentiated."""
     return FORWARD if name == "main" else name.rpartition(".")[2]
 
 
@@ -461,10 +463,8 @@ def rewrite(graph: Graph, rule: Callable[[Op], Sequence[Op] | None]) -> Graph:
     ops: list[Op] = []
     changed = False
     for op in graph.ops:
-        if table:
-            ins = substitute(op.ins, table)
-            if ins != op.ins:
-                op = op.with_ins(ins)
+        if table and (ins := substitute(op.ins, table)) != op.ins:
+            op = op.with_ins(ins)
         new = rule(op)
         if new is None:
             ops.append(op)

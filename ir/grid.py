@@ -103,8 +103,10 @@ def message_rules(schedule: Schedule) -> Rules:
 
     events: dict[str, Callable[[int, Action], Iterable[Event]]] = {
         MESSAGE: lambda rank, a: (message(rank, a),),
-        ARRIVAL: lambda rank, a: ((SUM, rank, a.mb),),
-        ARRIVALS: lambda rank, a: [(SUM, other, a.mb) for other in replicas[rank]] if a.stage in summing else (),
+        ARRIVAL: lambda rank, a: ((SUM, rank, a.stage, a.mb),),
+        ARRIVALS: lambda rank, a: (
+            [(SUM, other, a.stage, a.mb) for other in replicas[rank]] if a.stage in summing else ()
+        ),
         NOTHING: lambda rank, a: (),
     }
     needs, gives, meets = (

@@ -30,8 +30,8 @@ them together. One team of each stage runs a given microbatch, the same one in e
 other: the ranks at one place of all teams have the same part of the stage, and AR sums over these. Mostly a team is one
 rank. The peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
 
-A rank may run several stages, a pack; each of these lies on that rank alone. Then every message names the stage at its
-other end, too. Values that go from one stage of a rank to another need no action.
+A rank may run several stages, a pack; all of these lie on the same ranks, which run the same microbatches of each. Then
+every message names the stage at its other end, too. Values that go from one stage of a rank to another need no action.
 
 Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list,
 run once per batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are

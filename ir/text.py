@@ -122,8 +122,8 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
         yield f"  mesh @{mesh.name} ({', '.join(f'{a}={n}' for a, n in mesh.axes)}) {' '.join(mesh.devices)}"
     for stage in module.stages:
         yield f"  stage {stage.index} on {stage.place}" + (f" saves to {stage.home}" if stage.home else "")
-    for rank, stages in enumerate(module.packs):
-        yield f"  rank {rank} on {module.stages[stages[0]].place} runs {' '.join(map(str, stages))}"
+    for rank, (stages, device) in enumerate(zip(module.packs, module.rank_devices(), strict=False)):
+        yield f"  rank {rank} on {device} runs {' '.join(map(str, stages))}"
     for value in module.inputs:
         yield f"  input {value!r}"
     for name in module.outputs:
@@ -334,8 +334,9 @@ class _ModuleParser:
 
     def _pack(self, line: str) -> None:
         number, device, stages = _fullmatch(_PACK, line, "rank NUMBER on DEVICE runs STAGE ...").groups()
-        places = {stage.index: stage.place for stage in self.stages}
-        if int(number) != len(self.packs) or any(places.get(int(stage)) != device for stage in stages.split()):
+        meshes = {mesh.name: mesh.devices for mesh in self.meshes}
+        places = {str(stage.index): meshes.get(stage.place, (stage.place,)) for stage in self.stages}
+        if int(number) != len(self.packs) or any(device not in places.get(stage, ()) for stage in stages.split()):
             raise ValueError(f"expected rank {len(self.packs)}, and stages that lie on {device}")
         self.packs.append(tuple(map(int, stages.split())))
 

@@ -32,8 +32,8 @@ class InterpretedRank:
         self.values: dict[tuple[int, int], dict[str, Array]] = {}
         # The saved sets that are at home, by stage and microbatch.
         self.homes: dict[tuple[int, int], dict[str, Array]] = {}
-        # Batches whose gradients it has added to a sum that it has not used yet.
-        self.waiting: set[int] = set()
+        # Stages and batches whose gradients it has added to a sum that it has not used yet.
+        self.waiting: set[tuple[int, int]] = set()
 
     def action(self) -> Action | None:
         return self.program[self.step] if self.step < len(self.program) else None

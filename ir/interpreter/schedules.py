@@ -238,7 +238,7 @@ class _Pipeline:
         team = self.teams[party[0].index]
         for rank in party:
             other = rank.action()
-            known = other is not None and (other.computation, other.version) == (action.computation, action.version)
+            known = other is not None and _meeting(other) == _meeting(action)
             if not known or (rank.index in team and party[0].action() != other):
                 return rank
         return None
@@ -252,7 +252,7 @@ class _Pipeline:
         if missing:
             listed = ", ".join("%" + name for name in missing)
             raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
-        if action.kind in SUM_USERS and action.mb in rank.waiting and not self._take_sum(rank, action):
+        if action.kind in SUM_USERS and (action.stage, action.mb) in rank.waiting and not self._take_sum(rank, action):
             return None
         return ins
 
@@ -344,7 +344,7 @@ class _Pipeline:
         store = rank.stores[action.stage].at(batch=action.mb)
         brought = self.sums.setdefault((action.stage, action.mb), {})
         brought[rank.index] = {name: store.take(name) for name in summed_vars(self.module, action.stage)}
-        rank.waiting.add(action.mb)
+        rank.waiting.add((action.stage, action.mb))
         return True
 
     def _take_sum(self, rank: InterpretedRank, action: Action) -> bool:
@@ -353,7 +353,7 @@ class _Pipeline:
         brought, members = self.sums[action.stage, action.mb], self.replicas[rank.index]
         if not brought.keys() >= set(members):
             return False
-        rank.waiting.remove(action.mb)
+        rank.waiting.remove((action.stage, action.mb))
         store = rank.stores[action.stage].at(batch=action.mb)
         for member in members:
             for name, part in brought[member].items():
@@ -430,7 +430,7 @@ class _Pipeline:
     def _wanted(self, rank: InterpretedRank, action: Action) -> str:
         if action.kind in RECEIVES:
             return f"a message from rank {action.peer}"
-        if action.mb in rank.waiting and action.kind in SUM_USERS:
+        if (action.stage, action.mb) in rank.waiting and action.kind in SUM_USERS:
             return f"the gradients of the other ranks of stage {action.stage}"
         party = self._party(rank, graph := self._graph(action))
         if len(party) > 1 and (other := self._missing(party, action) or self._missing(party[::-1], action)) is not None:
@@ -458,6 +458,10 @@ def _seat(module: Module, rank: int) -> tuple[Mesh, int]:
     if rank < len(module.rank_stages()):
         return seat_of(module, rank)
     return Mesh(f"rank {rank}", (), (f"rank {rank}",)), 0
+
+
+def _meeting(action: Action) -> tuple[int, str, int | None]:
+    return action.stage, action.computation, action.version
 
 
 def _unit(action: Action) -> str:

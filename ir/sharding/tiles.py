@@ -213,5 +213,5 @@ def join(locals: Sequence[Any], type: TensorType, mesh: Mesh) -> np.ndarray[Any,
 
 def seat_of(module: Module, rank: int) -> tuple[Mesh, int]:
     """Return the mesh that a rank of a module lies on, and its place there."""
-    stages = module.rank_stages()
-    return module.mesh_of(stages[rank]), rank - stages.index(stages[rank])
+    stage = module.rank_stages()[rank]
+    return module.mesh_of(stage), module.ranks_of(stage).index(rank)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT, GRADIENTS_ITEM, LET_GO, STATE_ITEM, UPDATE, WEIGHTS_ITEM
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import GRAD, PARAM, STATE, Module
+from penstock.ir.graph import GRAD, PARAM, REPLICAS, STATE, Module, summed_vars
 from penstock.ir.memory.items import Image, changers_of, home_bytes, stage_images, users_of
 from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.memory.update_parts import update_parts
@@ -51,6 +51,10 @@ def _check_homes(module: Module) -> Iterator[Problem]:
             yield Problem(f"@{name}", f"is at home in {var.home} in {var.versions} versions, expected one")
     for stage in module.stages:
         where = f"stage {stage.index}"
+        replicas = module.mesh_of(stage.index).sizes.get(REPLICAS, 1)
+        for name in summed_vars(module, stage.index) if replicas > 1 else ():
+            if module.vars[name].home:
+                yield Problem(f"@{name}", f"is at home in {module.vars[name].home}, and replicas of {where} sum it up")
         try:
             update_parts(module, stage.index)
         except VerifyError as error:

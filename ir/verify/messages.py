@@ -234,11 +234,11 @@ def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
 def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
     """Check that ranks sum up the gradients of the same batches in the same order as their replicas."""
     replicas = run.schedule.replicas()
-    orders: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
+    orders: dict[tuple[int, ...], dict[int, list[tuple[tuple[int, int], int]]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
             if a.kind == SUM:
-                orders.setdefault(replicas[rank], {}).setdefault(rank, []).append((a.mb, step))
+                orders.setdefault(replicas[rank], {}).setdefault(rank, []).append(((a.mb, a.stage), step))
     for members, by_rank in orders.items():
         leader, order = members[0], by_rank.get(members[0], [])
         for rank in members[1:]:
@@ -247,8 +247,7 @@ def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
                 continue
             what = (
                 f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} "
-                f"{[x[0] for x in order]}, rank {rank} "
-                f"{[x[0] for x in other]}"
+                f"{_summed(order)}, rank {rank} {_summed(other)}"
             )
             at = next(
                 (i for i, (x, y) in enumerate(zip(order, other, strict=False)) if x[0] != y[0]),
@@ -256,3 +255,7 @@ def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
             )
             longer, listed = (leader, order) if len(order) > at else (rank, other)
             yield run.problem(longer, listed[at][1], what)
+
+
+def _summed(order: Iterable[tuple[tuple[int, int], int]]) -> str:
+    return f"[{', '.join(f'{stage}{SUM}{mb}' for (mb, stage), _ in order)}]"

@@ -3,8 +3,8 @@
 In: a module with a schedule. Out: problems.
 
 A stage has one rank for each of its devices, and ranks are numbered stage by stage. A rank may run several stages, if
-the module says so; each of these lies on that rank alone. The mesh of a stage says which of them are a
-team: teams share the work of the stage out by microbatches, and all ranks of a team do the same.
+the module says so; all of these lie on the same ranks. The mesh of a stage says which of them are a team: teams share
+the work of the stage out by microbatches, and all ranks of a team do the same.
 """
 
 from __future__ import annotations
@@ -56,15 +56,19 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
 
 
 def _check_packs(module: Module) -> Iterator[Problem]:
-    """Check that packs have every stage once, each on one device, and order ranks by their first stage."""
+    """Check that packs have every stage once, on the same devices and axes, and order ranks by their first stage."""
+    known = {stage.index for stage in module.stages}
     for rank, stages in enumerate(module.packs):
-        if any(len(module.devices_of(stage)) > 1 for stage in stages):
-            yield Problem(f"rank {rank}", "runs a stage that lies on several devices: none of a pack may")
+        meshes = {(mesh.axes, mesh.devices) for mesh in map(module.mesh_of, known & {*stages})}
+        if len(meshes) > 1:
+            yield Problem(
+                f"rank {rank}", "runs stages that lie on unlike devices: those of a pack lie on the same ones"
+            )
         if list(stages) != sorted(stages):
             yield Problem(f"rank {rank}", "its stages are not in order")
-    listed = [stage for stages in module.packs for stage in stages]
-    if module.packs and sorted(listed) != [stage.index for stage in module.stages]:
-        yield Problem("ranks", f"run stages {', '.join(map(str, sorted(listed)))}, expected each of the module once")
+    listed = sorted(stage for stages in dict.fromkeys(module.packs) for stage in stages)
+    if module.packs and listed != sorted(known):
+        yield Problem("ranks", f"run stages {', '.join(map(str, listed))}, expected each of the module in one pack")
     firsts = [stages[0] for stages in module.packs]
     if firsts != sorted(firsts):
         yield Problem("ranks", "are not in the order of their first stages")
@@ -82,6 +86,8 @@ def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
         for team in teams:
             for k in {a.mb % schedule.microbatches for a in schedule.ranks[team[0]].batch if a.kind == FORWARD}:
                 dealt[k].append(team[0])
+        for rank in ranks:
+            yield from _check_shares(schedule, rank, stage, place)
         for k, runners in dealt.items():
             if len(runners) > 1:
                 yield Problem(
@@ -97,6 +103,16 @@ def check_dealing(module: Module, schedule: Schedule) -> Iterator[Problem]:
                 f"@{moving[0]} changes with every microbatch, so each of the {len(teams)} ranks would have another one"
             )
             yield Problem(place, what, hint="put this stage on one device")
+
+
+def _check_shares(schedule: Schedule, rank: int, stage: int, place: str) -> Iterator[Problem]:
+    """Check that a rank runs the same microbatches on a stage as on the first of its pack."""
+    m = schedule.microbatches
+    forwards = [a for a in schedule.ranks[rank].batch if a.kind == FORWARD]
+    first = min((a.stage for a in forwards), default=stage)
+    there, here = ({a.mb % m for a in forwards if a.stage == other} for other in (first, stage))
+    if there != here:
+        yield Problem(f"{place}, rank {rank}", f"runs other microbatches than on stage {first} of its pack")
 
 
 def _check_team(schedule: Schedule, team: Sequence[int], place: str) -> Iterator[Problem]:

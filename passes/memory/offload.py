@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, UPDATE, WEIGHTS_ITEM
+from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, SUM, UPDATE, WEIGHTS_ITEM
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import resident_bytes, stage_images
 from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
@@ -176,10 +176,11 @@ def _moved(kind: str, update: Action, number: int) -> Action:
 
 
 def _updates_early(module: Module, actions: Sequence[Action]) -> Sequence[Action]:
-    """Move each update that takes nothing from other stages right behind the last gradient of its stage."""
+    """Move each update that takes nothing from other stages right behind the last gradient of its stage, or the sum of
+    it over replicas."""
     assert module.schedule is not None
     per_batch = module.schedule.microbatches
-    last = {a.stage: i for i, a in enumerate(actions) if a.kind in ADDERS}
+    last = {a.stage: i for i, a in enumerate(actions) if a.kind in (*ADDERS, SUM)}
     early = {
         a.stage: a
         for a in actions

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT, GRADIENTS_ITEM, LET_GO, UPDATE, WEIGHTS_ITEM
-from penstock.ir.graph import GRAD, PARAM, Module, touched_vars
+from penstock.ir.graph import GRAD, PARAM, REPLICAS, Module, summed_vars, touched_vars
 from penstock.ir.memory.items import stage_images
 from penstock.ir.schedule import ADDERS, COMPUTE, READERS, RECEIVES, Action, Program, Schedule
 
@@ -34,7 +34,9 @@ class _Visit:
 
 
 def movable_weights(module: Module, stage: int) -> list[str]:
-    """List the parameters and gradients that one stage alone touches, and of which there is one version."""
+    """List the parameters and gradients that one stage alone touches, and of which there is one version. Gradients that
+    replicas sum up stay: other ranks read them."""
+    summed = summed_vars(module, stage) if module.mesh_of(stage).sizes.get(REPLICAS, 1) > 1 else ()
     touched = [_touched(module, other.index) for other in module.stages if other.index != stage]
     mine = _touched(module, stage)
     return [
@@ -44,6 +46,7 @@ def movable_weights(module: Module, stage: int) -> list[str]:
         and var.stage == stage
         and var.versions == 1
         and name in mine
+        and name not in summed
         and not any(name in names for names in touched)
     ]
 

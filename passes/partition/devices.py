@@ -139,8 +139,8 @@ def placed_packs(
     each: int,
     folded: bool,
 ) -> StageDevices:
-    """Return the devices of every stage, `each` stages on a device. They are dealt to the devices round (0 2 / 1 3), or
-    `folded` (0 3 / 1 2)."""
+    """Return the devices of every stage, `each` stages on a device, or on the devices of a mesh. They are dealt to
+    these round (0 2 / 1 3), or `folded` (0 3 / 1 2)."""
     if each == 1:
         return devices_of(cluster, names, devices, split_at, axes)
     if each < 1:
@@ -150,15 +150,14 @@ def placed_packs(
         raise UsageError(f"{counted(cut, 'stage')} cannot be dealt out by {each} to a device")
     placed = devices_of(cluster, names, devices or (cut // each if split_at else 0), (), axes)
     count = len(placed.groups)
-    if any(len(group) > 1 for group in placed.groups):
-        raise UsageError(
-            "a device with several stages shares them with no other device", hint="leave out replicas and meshes"
-        )
+    if len({len(group) for group in placed.groups}) > 1:
+        raise UsageError("packs of stages need as many devices each", hint="give every stage as many replicas")
     if split_at and cut != count * each:
         raise UsageError(f"{counted(len(split_at), 'split point')} make {cut} stages, {count * each} are asked for")
     at = [device for row in range(each) for device in range(count)[:: -1 if folded and row % 2 else 1]]
-    packs = tuple(tuple(stage for stage, device in enumerate(at) if device == rank) for rank in range(count))
-    return StageDevices(tuple(placed.groups[device] for device in at), axes, packs)
+    packs = [tuple(stage for stage, there in enumerate(at) if there == place) for place in range(count)]
+    ranks = tuple(pack for pack, group in zip(packs, placed.groups, strict=True) for _ in group)
+    return StageDevices(tuple(placed.groups[place] for place in at), axes, ranks)
 
 
 def on_one_device(module: Module, axes: Axes) -> Module:

@@ -61,11 +61,21 @@ def _waits(module: Module, stage: int) -> bool:
 
 
 def _in_turn(program: Program, kinds: Mapping[int, list[str]]) -> Program:
-    """Return the lists of a rank with several stages, which drains after every batch. P of all stages come first, then
-    N of all, then U: the stages of a rank take each other's results."""
-    updates = [a for a in program.batch if a.kind == UPDATE]
-    agreeing = [Action(k, a.stage, a.mb) for k in _AGREEING for a in updates if k in kinds[a.stage]]
-    return Program(program.start, (*(a for a in program.batch if a.kind != UPDATE), *agreeing, *updates))
+    """Return the lists of a rank with several stages, which drains after every batch. AR of a stage comes behind its
+    last gradient. P of all stages come behind all, then N, then U: stages of a rank take each other's results."""
+    updates = {a.stage: a for a in program.batch if a.kind == UPDATE}
+    last = {a.stage: i for i, a in enumerate(program.batch) if a.kind in ADDERS}
+    batch: list[Action] = []
+    for i, action in enumerate(program.batch):
+        stage = action.stage
+        if action.kind != UPDATE:
+            batch.append(action)
+        if last.get(stage) == i and stage in updates and SUM in kinds[stage]:
+            batch.append(Action(SUM, stage, updates[stage].mb))
+    agreeing = [
+        Action(k, a.stage, a.mb) for k in _AGREEING for a in updates.values() if k != SUM and k in kinds[a.stage]
+    ]
+    return Program(program.start, (*batch, *agreeing, *updates.values()))
 
 
 def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:

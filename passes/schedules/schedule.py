@@ -17,7 +17,7 @@ out what is not its own. All ranks of a team do the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
@@ -83,8 +83,9 @@ def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = (
     return Schedule(kind, microbatches, dict(enumerate(programs)))
 
 
-def build_packs(kind: str, packs: Sequence[tuple[int, ...]], microbatches: int) -> Schedule:
-    """Return the schedule of ranks that run several stages each; `packs` are the stages of every rank."""
+def build_packs(kind: str, packs: Sequence[tuple[int, ...]], microbatches: int, share: Sequence[int] = ()) -> Schedule:
+    """Return the schedule of ranks that run several stages each. `packs` are the stages of one pipeline's ranks; with
+    `share` there are several pipelines beside each other, with so many microbatches each."""
     row = PACK_SCHEDULES.get(kind)
     if row is None:
         what = f"schedule {kind} runs one stage on a rank, rank 0 has {len(packs[0])}"
@@ -94,14 +95,20 @@ def build_packs(kind: str, packs: Sequence[tuple[int, ...]], microbatches: int) 
     if tuple(packs) != expected:
         listed = " / ".join(" ".join(map(str, stages)) for stages in expected)
         raise UsageError(f"schedule {kind} needs the stages {listed} on its ranks", where="schedule")
-    return Schedule(
-        kind,
-        microbatches,
-        {
-            rank: Program((), tuple(row.order(PackPlace(rank, len(packs), stages), microbatches)))
-            for rank, stages in enumerate(packs)
-        },
-    )
+    dealt = deal(share or (microbatches,))
+    orders = [
+        _with_numbers(row.order(PackPlace(place, len(packs), stages), len(numbers)), numbers, microbatches)
+        for place, stages in enumerate(packs)
+        for numbers in dealt
+    ]
+    return Schedule(kind, microbatches, {rank: Program((), tuple(order)) for rank, order in enumerate(orders)})
+
+
+def _with_numbers(order: Iterable[Action], numbers: Sequence[int], microbatches: int) -> Iterator[Action]:
+    """Yield the program of a pipeline that runs some microbatches of a batch, written as if there were no others."""
+    for action in order:
+        number = action.mb if action.once else microbatches + numbers[action.mb - len(numbers)]
+        yield action._replace(mb=number)
 
 
 def _check_size(stages: int, microbatches: int) -> None:
@@ -178,8 +185,10 @@ def _of_teams(module: Module, options: ScheduleOptions) -> Schedule:
 
 def _of_packs(module: Module, options: ScheduleOptions) -> Schedule:
     """Return the schedule of ranks that may run several stages."""
-    packs = module.rank_packs()
-    if len({stage for stages in packs for stage in stages}) < sum(map(len, packs)):
-        what = f"schedule {options.kind} needs stages on one device each"
-        raise UsageError(what, where="schedule", hint="leave out replicas and meshes, or use 1f1b")
-    return build_packs(options.kind, packs, options.microbatches)
+    packs = list(dict.fromkeys(module.rank_packs()))
+    teams = [module.mesh_of(stages[0]).teams() for stages in packs]
+    shares = {*shares_of(options.shares, list(map(len, teams)), options.microbatches)}
+    if len(shares) > 1:
+        what = f"schedule {options.kind} runs whole pipelines beside each other, and shares differ between stages"
+        raise UsageError(what, where="schedule", hint="give every stage the same shares, or use 1f1b")
+    return _for_all(build_packs(options.kind, packs, options.microbatches, shares.pop()), teams)

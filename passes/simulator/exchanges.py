@@ -25,6 +25,7 @@ not compete for links with each other or with messages. The processor time of so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from penstock.ir.cluster.cluster import Device
@@ -32,7 +33,7 @@ from penstock.ir.graph import REPLICAS, Graph, Mesh, Module, Op
 from penstock.ir.memory.workspace import kernels_in_order
 from penstock.ir.ops import EXCHANGES, axes_over, integer
 from penstock.ir.schedule import COMPUTE
-from penstock.passes.costs.prices import GraphCost
+from penstock.passes.costs.prices import GraphCost, timed_kind
 
 from .machine import Route
 
@@ -73,14 +74,14 @@ class CollectiveTime(NamedTuple):
         return self.copying + self.exposed
 
 
-def _seconds(op: Op, mesh: Mesh, places: Sequence[int], first: int, route: Routes) -> CollectiveTime:
-    """Return the seconds of a collective that the ranks at some places do at once. `first` is the rank of place 0."""
+def _seconds(op: Op, mesh: Mesh, places: Sequence[int], ranks: Sequence[int], route: Routes) -> CollectiveTime:
+    """Return the seconds of a collective that the ranks at some places do at once. `ranks` are those of all places."""
     groups = dict.fromkeys(mesh.group(place, axes_over(op.attrs["over"])) for place in places)
     moved: dict[tuple[bool, str], float] = {}
     speeds: dict[str, float] = {}
     latency = 0.0
     for group in groups:
-        for source, target, count in _sent(op, [first + place for place in group]):
+        for source, target, count in _sent(op, [ranks[place] for place in group]):
             way = route(source, target)
             latency = max(latency, way.latency)
             for name, speed in way.shares:
@@ -122,76 +123,78 @@ def _exposed(graph: Graph, times: Mapping[str, CollectiveTime], device: Device |
     return result
 
 
-def collective_times(module: Module, route: Routes, rank: int, kind: str) -> dict[str, CollectiveTime]:
-    """Return the seconds of the collectives of a rank's graph, by the names of their results."""
-    stages = module.rank_stages()
-    stage, first = stages[rank], stages.index(stages[rank])
+def collective_times(
+    module: Module, route: Routes, rank: int, kind: str, stage: int | None = None
+) -> dict[str, CollectiveTime]:
+    """Return the seconds of the collectives of a rank's graph, by the names of their results; of its first stage, if
+    none is given."""
+    stage = module.rank_stages()[rank] if stage is None else stage
+    ranks = module.ranks_of(stage)
     graph, mesh = module.stage_graph(stage, kind), module.mesh_of(stage)
     ops = _collectives(graph) if graph is not None else []
     if graph is None or not ops:
         return {}
-    team = next(places for places in mesh.teams() if rank - first in places)
+    team = next(places for places in mesh.teams() if ranks.index(rank) in places)
     device = None if module.cluster is None else module.cluster.device(module.rank_devices()[rank])
-    return _exposed(graph, {op.outs[0].name: _seconds(op, mesh, team, first, route) for op in ops}, device)
+    return _exposed(graph, {op.outs[0].name: _seconds(op, mesh, team, ranks, route) for op in ops}, device)
 
 
 def exchange_seconds(module: Module, route: Routes) -> dict[tuple[int, str], float]:
-    """Return the seconds that the collectives of each graph add on every rank, by rank and kind; none where a graph
-    has none."""
+    """Return the seconds that the collectives of each graph add on every rank, by rank and `timed_kind`; none where a
+    graph has none."""
     seconds: dict[tuple[int, str], float] = {}
-    for rank in range(len(module.rank_stages())):
-        for kind in COMPUTE:
-            if times := collective_times(module, route, rank, kind):
-                seconds[rank, kind] = sum(time.added for time in times.values())
+    for rank, stages in enumerate(module.rank_packs()):
+        for stage, kind in product(stages, COMPUTE):
+            if times := collective_times(module, route, rank, kind, stage):
+                seconds[rank, timed_kind(module, stage, kind)] = sum(time.added for time in times.values())
     return seconds
 
 
 def collective_seconds(module: Module, stage: int, op: Op, route: Routes) -> float:
     """Return the seconds of one collective of a stage by itself, of the team that takes longest."""
-    mesh, first = module.mesh_of(stage), module.rank_stages().index(stage)
-    return max(_seconds(op, mesh, team, first, route).whole for team in mesh.teams())
+    mesh, ranks = module.mesh_of(stage), module.ranks_of(stage)
+    return max(_seconds(op, mesh, team, ranks, route).whole for team in mesh.teams())
 
 
-def meeting_ranks(module: Module) -> dict[tuple[int, str], tuple[int, ...]]:
-    """Return the ranks that run a graph together, by rank and kind, where collectives of it bring several together."""
-    together: dict[tuple[int, str], tuple[int, ...]] = {}
-    first = 0
+def meeting_ranks(module: Module) -> dict[tuple[int, int, str], tuple[int, ...]]:
+    """Return the ranks that run a graph together, by rank, stage and kind, where collectives of it bring several
+    together."""
+    together: dict[tuple[int, int, str], tuple[int, ...]] = {}
     for stage in module.stages:
-        mesh = module.mesh_of(stage.index)
+        mesh, listed = module.mesh_of(stage.index), module.ranks_of(stage.index)
         for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
             axes = {axis for op in _collectives(graph) for axis in axes_over(op.attrs["over"])} if graph else set()
             if any(mesh.sizes.get(axis, 1) > 1 for axis in axes):
                 for team in [tuple(range(len(mesh.devices)))] if REPLICAS in axes else mesh.teams():
-                    ranks = tuple(first + place for place in team)
-                    together |= {(rank, kind): ranks for rank in ranks}
-        first += len(mesh.devices)
+                    ranks = tuple(listed[place] for place in team)
+                    together |= {(rank, stage.index, kind): ranks for rank in ranks}
     return together
 
 
 class Gatherings:
     """Ranks that wait for each other in front of computations. They run the computations of a kind that bring them
     together in one order, and each as many; other actions may differ, as those of replicas with unequal shares do.
-    `together` are the ranks of each, by rank and kind."""
+    `together` are the ranks of each, by rank, stage and kind."""
 
-    def __init__(self, together: Mapping[tuple[int, str], tuple[int, ...]]) -> None:
+    def __init__(self, together: Mapping[tuple[int, int, str], tuple[int, ...]]) -> None:
         self._together = together
-        # By rank and kind, the place of the computation that a rank came to last, and how many it came to.
-        self._last: dict[tuple[int, str], tuple[int, int]] = {}
-        # By the first of the ranks, kind and number of the computation: the places of the ranks that are there.
-        self._standing: dict[tuple[int, str, int], dict[int, int]] = {}
+        # By rank, stage and kind, the place of the computation that a rank came to last, and how many it came to.
+        self._last: dict[tuple[int, int, str], tuple[int, int]] = {}
+        # By the first of the ranks, stage, kind and number of the computation: the places of the ranks that are there.
+        self._standing: dict[tuple[int, int, str, int], dict[int, int]] = {}
 
-    def come(self, rank: int, position: int, kind: str) -> Mapping[int, int] | None:
+    def come(self, rank: int, position: int, stage: int, kind: str) -> Mapping[int, int] | None:
         """Accept a rank at a computation. Return None while others have yet to come, else the ranks that wait for it,
         with the places of their programs that they are at."""
-        ranks = self._together.get((rank, kind), ())
+        ranks = self._together.get((rank, stage, kind), ())
         if len(ranks) < 2:
             return {}
-        place, number = self._last.get((rank, kind), (-1, 0))
+        place, number = self._last.get((rank, stage, kind), (-1, 0))
         if place != position:
             number += 1
-            self._last[rank, kind] = position, number
-        standing = self._standing.setdefault((ranks[0], kind, number), {})
+            self._last[rank, stage, kind] = position, number
+        standing = self._standing.setdefault((ranks[0], stage, kind, number), {})
         if len(standing) == len(ranks):
             return {}
         standing[rank] = position

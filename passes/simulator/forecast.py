@@ -108,7 +108,7 @@ def forecast(
     machine = replace(machine, together=meeting_ranks(module), copied=copies_of(module))
 
     def lasting(rank: int, action: Action) -> float:
-        return seconds(rank, action) + exchanges.get((rank, action.kind), 0.0)
+        return seconds(rank, action) + exchanges.get((rank, timed_kind(module, action.stage, action.kind)), 0.0)
 
     def run(count: int) -> Simulated:
         return simulate(

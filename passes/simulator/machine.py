@@ -73,13 +73,13 @@ class Copy(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to
-    itself. `together` are the ranks that run a computation at once, by rank and kind. `copied` says what an action of a
-    rank copies."""
+    itself. `together` are the ranks that run a computation at once, by rank, stage and kind. `copied` says what an
+    action of a rank copies."""
 
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
     transport: TransportModel = TransportModel()
-    together: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    together: Mapping[tuple[int, int, str], tuple[int, ...]] = field(default_factory=dict)
     copied: Callable[[int, Action], Copy] = lambda rank, action: Copy()
 
 

@@ -152,10 +152,10 @@ class _Simulation:
         self.uses: dict[str, LinkUse] = {}
         self.pairs: dict[tuple[int, ...], RankPair] = {}
         self.messages: dict[tuple[int, int], Message] = {}
-        self.reductions: dict[tuple[int, int], float] = {}
+        self.reductions: dict[tuple[int, int, int], float] = {}
         self.copies = Copies(schedule, machine.copied, lambda time, rank: self.push(time, _WAKE, rank))
-        self.arrivals: dict[tuple[int, int], int] = {}
-        self.awaiting: dict[tuple[int, int], int] = {}
+        self.arrivals: dict[tuple[int, int, int], int] = {}
+        self.awaiting: dict[tuple[int, int, int], int] = {}
         self._take_routes()
         self.lines = {rank: self._line(rank, program, seconds) for rank, program in schedule.ranks.items()}
         self.posts = (
@@ -362,10 +362,10 @@ class _Simulation:
                         self._post(steps[ahead].channel, numbers[ahead], now)
                         ahead = posts[1][ahead]
                 if (code == _RECEIVE and not self._arrived(rank, position, step.channel, mb, now)) or (
-                    code == _TAKE and not self._summed(rank, mb, now)
+                    code == _TAKE and not self._summed(rank, step.action.stage, mb, now)
                 ):
                     break
-                if together and not self._gathered(rank, position, step.action.kind, now):
+                if together and not self._gathered(rank, position, step.action, now):
                     break
                 if step.waits and self.copies.waits((rank, position), step.action, now, self.messages):
                     break
@@ -388,7 +388,7 @@ class _Simulation:
             if code == _SEND and step.channel.writing is None:
                 self._send(step.channel, mb, now, position)
             elif code == _REDUCE:
-                self._join(rank, position, mb, now)
+                self._join(rank, position, step.action.stage, mb, now)
             elif code == _COPY:
                 self.copies.begin((rank, position), step.action, now, self.sharing, self.pairs)
             position += 1
@@ -454,9 +454,9 @@ class _Simulation:
             (channel.target, *reader) if reader and reader[1].reading > 0 else None,
         )
 
-    def _gathered(self, rank: int, position: int, kind: str, now: float) -> bool:
+    def _gathered(self, rank: int, position: int, action: Action, now: float) -> bool:
         """Return whether all ranks that run a computation together have come to it. The last one wakes the others."""
-        waiting = self.gatherings.come(rank, position, kind)
+        waiting = self.gatherings.come(rank, position, action.stage, action.kind)
         for other, at in (waiting or {}).items():
             if position:
                 self.messages[other, at] = Message(rank, position - 1, now, now, now, now, now)
@@ -465,34 +465,35 @@ class _Simulation:
 
     # -------------------------------------------------------------------------------------------- sums over replicas
 
-    def _join(self, rank: int, position: int, batch: int, now: float) -> None:
+    def _join(self, rank: int, position: int, stage: int, batch: int, now: float) -> None:
         ring = self.rings[rank]
-        self.reductions[rank, batch] = math.inf
-        self.arrivals[ring[0], batch] = self.arrivals.get((ring[0], batch), 0) + 1
-        if self.arrivals[ring[0], batch] < len(ring):
+        self.reductions[rank, stage, batch] = math.inf
+        met = ring[0], stage, batch
+        self.arrivals[met] = self.arrivals.get(met, 0) + 1
+        if self.arrivals[met] < len(ring):
             return
-        del self.arrivals[ring[0], batch]
-        size = 2 * (len(ring) - 1) / len(ring) * self.reduced(self.stage_of[rank])
+        del self.arrivals[met]
+        size = 2 * (len(ring) - 1) / len(ring) * self.reduced(stage)
 
         def arrive(begun: float, end: float) -> None:
             message = Message(rank, position, now, now, now, begun, end)
-            self.push(end, _REDUCED, (ring, batch, message))
+            self.push(end, _REDUCED, (ring, stage, batch, message))
 
         if len(ring) > 1:
             move(self.sharing, self.pairs[_RING, *ring], size, now, arrive)
         else:
             arrive(now, now)
 
-    def _reduced(self, what: tuple[tuple[int, ...], int, Message], now: float) -> None:
-        ring, batch, message = what
+    def _reduced(self, what: tuple[tuple[int, ...], int, int, Message], now: float) -> None:
+        ring, stage, batch, message = what
         for rank in ring:
-            self.reductions[rank, batch] = now
-            if self.awaiting.pop((rank, batch), None) is not None:
+            self.reductions[rank, stage, batch] = now
+            if self.awaiting.pop((rank, stage, batch), None) is not None:
                 self.messages[rank, self.at[rank]] = message
                 self.push(now, _WAKE, rank)
 
-    def _summed(self, rank: int, batch: int, now: float) -> bool:
-        if self.reductions.get((rank, batch), 0.0) <= now:
+    def _summed(self, rank: int, stage: int, batch: int, now: float) -> bool:
+        if self.reductions.get((rank, stage, batch), 0.0) <= now:
             return True
-        self.awaiting[rank, batch] = 1
+        self.awaiting[rank, stage, batch] = 1
         return False

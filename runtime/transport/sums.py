@@ -39,20 +39,21 @@ class GradientSums:
     ) -> None:
         self._team, self._timeout, self._lost = team, time_span(seconds), lost
         self._copies, self._overdue = copies, overdue
-        self._under_way: dict[int, list[_Finish]] = {}
+        # By stage and batch.
+        self._under_way: dict[tuple[int, int], list[_Finish]] = {}
         # One thread, so that sums begin in the same order on all ranks.
         self._thread = ThreadPoolExecutor(1, "sums")
 
     def begin(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Start to sum up tensors; no action may touch them until `finish`."""
         try:
-            self._under_way[action.mb] = [self._begin(action, tensor) for tensor in tensors]
+            self._under_way[action.stage, action.mb] = [self._begin(action, tensor) for tensor in tensors]
         except RuntimeError as error:
             raise self._lost(action, error) from error
 
     def finish(self, action: Action) -> None:
         """Wait for the sum of the batch that an action uses, if it has not been waited for."""
-        for finish in self._under_way.pop(action.mb, ()):
+        for finish in self._under_way.pop((action.stage, action.mb), ()):
             try:
                 finish()
             except RuntimeError as error:

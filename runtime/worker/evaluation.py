@@ -178,7 +178,7 @@ def _program(module: Module, rank: int, count: int) -> Iterator[list[Action]]:
     assert module.schedule is not None
     stages = sorted(module.rank_packs()[rank])
     # As many portions as ranks are on their way before a rank goes on with its next stage, as in training.
-    group = len(module.packs) or 1
+    group = len({*module.packs}) or 1
     m, runners = module.schedule.microbatches, module.schedule.runners()
     routes = Routes(module.schedule)
     for first in range(0, count, group):

@@ -270,9 +270,11 @@ def _devices_per_stage(options: PlanOptions) -> int:
 
 
 def _shares(cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
-    """Return the microbatches of a batch that each device runs, stage by stage; none are named where a device has
-    several stages, as it runs all. Nor are they where devices do not fit the mesh, which `partition` refuses."""
+    """Return the microbatches of a batch that each device runs, stage by stage; none are named for packs of stages,
+    which have equal ones. Nor are they where devices do not fit the mesh, which `partition` refuses."""
     if options.packs > 1:
+        if options.shares:
+            raise UsageError("pipelines of packs share microbatches out equally", hint="leave out shares")
         return ()
     mesh = "" if _are_unlike(options) else options.mesh
     meshes = mesh.split(";")

@@ -20,6 +20,7 @@ from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.passes.communicate.wire import WIRES
 from penstock.passes.memory.recompute import MODES
 from penstock.passes.rewrite.precision import PRECISIONS
+from penstock.passes.schedules.dealing import equal_shares
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs
 from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
@@ -146,35 +147,38 @@ def _placed(stages: list[dict[str, Any]], count: int, packed: bool) -> dict[str,
             "devices": [stage["devices"] for stage in stages],
             "shares": [stage.get("shares", [count]) for stage in stages],
         }
-    ranks = _ranks_of(stages)
-    return {"devices": [[name] for name in ranks], "packs": len(stages) // len(ranks)}
+    groups = _groups_of(stages)
+    return {"devices": list(map(list, groups)), "packs": len(stages) // len(groups)}
 
 
-def _ranks_of(stages: list[dict[str, Any]]) -> list[str]:
-    """Return the devices of a plan with packs in the order of ranks."""
-    return list(dict.fromkeys(name for stage in stages for name in stage["devices"]))
+def _groups_of(stages: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the devices of each pack of a plan with packs, in the order of ranks."""
+    return list(dict.fromkeys(tuple(stage["devices"]) for stage in stages))
 
 
 def _pack_problems(schedule: str, stages: list[dict[str, Any]], count: int) -> list[str]:
-    """List what is wrong with the devices of stages under a schedule for packs: each device has as many stages, dealt
-    in the order of the schedule."""
-    ranks, kind = _ranks_of(stages), PACK_SCHEDULES[schedule]
-    if any(len(stage["devices"]) > 1 for stage in stages):
-        return [f"schedule {schedule} has one device for every stage"]
-    if len(stages) % len(ranks):
-        return [f"{len(stages)} stages cannot be dealt out evenly to {len(ranks)} devices"]
-    if len(stages) == len(ranks):
+    """List what is wrong with the devices of stages under a schedule for packs: each has as many stages, dealt in the
+    order of the schedule. Several devices of a stage have all stages of its pack, and equal shares."""
+    groups, kind = _groups_of(stages), PACK_SCHEDULES[schedule]
+    names = [name for group in groups for name in group]
+    if len({*names}) < len(names) or len({*map(len, groups)}) > 1:
+        return [f"schedule {schedule} has the same devices for all stages of a pack, as many for each pack"]
+    if len(stages) % len(groups):
+        return [f"{len(stages)} stages cannot be dealt out evenly to {len(groups)} devices"]
+    if len(stages) == len(groups):
         return [f"schedule {schedule} has several stages on a device, here each has one"]
-    packs = kind.packs(len(ranks), len(stages) // len(ranks))
+    packs, share = kind.packs(len(groups), len(stages) // len(groups)), stages[0].get("shares", [count])
     try:
-        build_packs(schedule, packs, count)
+        if any(stage.get("shares", [count]) != list(equal_shares(len(share), count)) for stage in stages):
+            return [f"schedule {schedule} has equal shares for all devices of a pack, here they are others"]
+        build_packs(schedule, packs, count, share)
     except UsageError as error:
         return [error.what]
-    wanted = {stage: name for name, dealt in zip(ranks, packs, strict=True) for stage in dealt}
+    wanted = {stage: list(group) for group, dealt in zip(groups, packs, strict=True) for stage in dealt}
     return [
-        f"stage {number}: under {schedule} it is on {wanted[number]}, not on {stage['devices'][0]}"
+        f"stage {number}: under {schedule} it is on {' '.join(wanted[number])}, not on {' '.join(stage['devices'])}"
         for number, stage in enumerate(stages)
-        if stage["devices"] != [wanted[number]]
+        if stage["devices"] != wanted[number]
     ]
 
 

@@ -48,7 +48,7 @@ from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.memory.offload import ALL, BOTH, STATE, WEIGHTS
 from penstock.passes.partition.devices import Axes, StageDevices, mesh_axes
 from penstock.passes.pipelines import PASSES
-from penstock.passes.schedules.dealing import fair_shares
+from penstock.passes.schedules.dealing import equal_shares, fair_shares
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import counted
@@ -106,7 +106,9 @@ def _placed(bundle: Bundle, cluster: Cluster, axes: Axes) -> StageDevices:
     """Return the devices of every stage, and the axes of their meshes. `axes` are those of the plan before."""
     devices = [device.name for device in cluster.devices]
     stage_of = {entry.device: entry.stage for entry in bundle.manifest.ranks}
-    remaining = [tuple(name for name in devices if stage_of[name] == stage.index) for stage in bundle.module.stages]
+    # Of a pack, the first stage stands for all.
+    stages = dict.fromkeys(bundle.module.rank_stages())
+    remaining = [tuple(name for name in devices if stage_of[name] == stage) for stage in stages]
     team = tuple((axis, size) for axis, size in axes if axis != REPLICAS)
     each, sizes = prod(size for _, size in team), {len(names) for names in remaining}
     # The ranks of the plan have to be those of the devices as they are given.
@@ -132,13 +134,13 @@ def _shorter(axes: Axes, devices: int) -> Axes:
 def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> list[Call]:
     """Return the passes from `partition` on, for other devices."""
     assert bundle.module.schedule is not None
-    packed = _packs(bundle, len(placed.groups))
-    # A device with several stages runs all microbatches of each.
+    packed, microbatches = _packs(bundle, placed), bundle.module.schedule.microbatches
+    # Pipelines of packs have equal shares, as far as these divide.
     dealt = [
-        fair_shares([team.flops for team in teams], bundle.module.schedule.microbatches)
-        for teams in ([] if packed else placed.teams())
+        equal_shares(len(teams), microbatches) if packed else fair_shares([team.flops for team in teams], microbatches)
+        for teams in placed.teams()
     ]
-    shares = tuple(share for of_stage in dealt for share in of_stage)
+    shares = () if packed else tuple(share for of_stage in dealt for share in of_stage)
     partitioned: dict[str, Any] = {
         "stages": 0,
         "split_at": (),
@@ -159,15 +161,15 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
     return [Call(call.name, replace(call.options, **changes.get(call.name, {}))) for call in calls]
 
 
-def _packs(bundle: Bundle, devices: int) -> bool:
-    """Return whether so many devices can have several stages each, as those of the bundle do: some schedules deal
-    microbatches in equal groups."""
-    module, schedule = bundle.module, bundle.module.schedule
-    if not module.packs or schedule is None:
+def _packs(bundle: Bundle, placed: StageDevices) -> bool:
+    """Return whether devices can have several stages each, as those of the bundle do: packs have as many devices each,
+    and some schedules deal microbatches in equal groups."""
+    module, schedule, teams = bundle.module, bundle.module.schedule, placed.teams()
+    if not module.packs or schedule is None or len({*map(len, teams)}) > 1:
         return False
-    packs = PACK_SCHEDULES[schedule.name].packs(devices, len(module.packs[0]))
+    packs = PACK_SCHEDULES[schedule.name].packs(len(teams), len(module.packs[0]))
     try:
-        build_packs(schedule.name, packs, schedule.microbatches)
+        build_packs(schedule.name, packs, schedule.microbatches, equal_shares(len(teams[0]), schedule.microbatches))
     except UsageError:
         return False
     return True

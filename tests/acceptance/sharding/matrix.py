@@ -1,4 +1,5 @@
-"""Schedules, levels of `--zero`, split tensors and recomputation together: each cell trains a small GPT, or is refused.
+"""Schedules, levels of `--zero`, split tensors, recomputation and state elsewhere together: each cell trains a small
+GPT, or is refused.
 
     python tests/acceptance/sharding/matrix.py            writes matrix.json anew: minutes
 
@@ -31,22 +32,26 @@ TRAINING = ps.Training("cross_entropy", ps.AdamW(lr=1e-3), MICROBATCHES)
 
 class Cell(NamedTuple):
     """A way to train: two stages with so many replicas, each split over `tp` devices. Under `interleaved` a device has two
-    of four stages."""
+    of four stages. `offload` is none or state."""
 
     schedule: str
     level: int
     tp: int
     recompute: str
     replicas: int = 2
+    offload: str = "none"
 
     def __str__(self) -> str:
-        return f"{self.schedule} zero={self.level} tp={self.tp} recompute={self.recompute} replicas={self.replicas}"
+        text = f"{self.schedule} zero={self.level} tp={self.tp} recompute={self.recompute} replicas={self.replicas}"
+        return f"{text} offload={self.offload}"
 
 
 # With one replica there is nothing that replicas could share out.
 CELLS = (
     *(Cell(*cell) for cell in product(SCHEDULES, LEVELS, SPLITS, RECOMPUTED)),
     *(Cell(*cell, replicas=1) for cell in product(SCHEDULES, (0,), SPLITS, RECOMPUTED)),
+    *(Cell(*cell, offload="state") for cell in product(SCHEDULES, LEVELS, SPLITS, ("none",))),
+    *(Cell(*cell, replicas=1, offload="state") for cell in product(SCHEDULES, (0,), SPLITS, ("none",))),
 )
 
 
@@ -68,10 +73,11 @@ def planned(cell: Cell) -> ps.Plan:
         TRAINING,
         schedule=cell.schedule,
         stages=2,
-        mesh=mesh or None,
+        mesh=mesh,
         shard=("preset:megatron",) if cell.tp > 1 else (),
         zero=cell.level,
         recompute=cell.recompute,
+        offload=cell.offload,
         **packs,
     )
 
@@ -123,9 +129,9 @@ def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
             text = "same bits"
         else:
             text = f"{row['error']:.0e}" if row["error"] else "same bits as one device"
-        way = (cell.schedule, str(cell.replicas), str(cell.tp), cell.recompute)
+        way = (cell.schedule, str(cell.replicas), str(cell.tp), cell.recompute, cell.offload)
         lines.setdefault(way, {})[cell.level] = text
-    head = ["schedule", "replicas", "tp", "recompute", *(f"level {level}" for level in LEVELS)]
+    head = ["schedule", "replicas", "tp", "recompute", "elsewhere", *(f"level {level}" for level in LEVELS)]
     return head, [[*way, *(levels.get(level, "-") for level in LEVELS)] for way, levels in lines.items()]
 
 

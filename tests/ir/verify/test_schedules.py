@@ -369,7 +369,7 @@ def test_sums_of_ranks_in_different_orders_are_told(toy):
     """Sums go on in the background, so that two of them may be under way: both ranks begin them in the same order."""
     several = pipeline(toy(1, devices=(2,)), "2bw", 2)
     text = message(edited(several, 1, ("0AR1", "0AR2")), "wired")
-    assert "ranks 0, 1 sum in different orders: rank 0 [0], rank 1 []" in text
+    assert "ranks 0, 1 sum in different orders: rank 0 [0AR0], rank 1 []" in text
 
 
 def test_a_rank_may_wait_for_itself(toy):

@@ -21,6 +21,7 @@ from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
+from penstock.passes.schedules.dealing import deal
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
 from penstock.passes.simulator.simulate import wire_chain
 from penstock.support.errors import ParseError, UsageError, VerifyError
@@ -66,6 +67,19 @@ def test_every_rank_has_the_order_of_torch_and_no_rank_waits_for_ever():
         built = build_packs(kind, packs_of(kind, d, v), m)
         assert simulate(built, 2).finish == simulate(wire_chain(built), 2).finish
     assert orders("interleaved", 2, 2, 4) != orders_of_torch("interleaved", 2, 2, 8)
+
+
+def test_pipelines_beside_each_other_have_that_order_each():
+    """Of a batch dealt out to two, in equal or unequal shares: each has the order of one that has its share alone."""
+    for kind, share in (("interleaved", (4, 4)), ("interleaved", (3, 2)), ("zb-v", (4, 4)), ("zb-v", (5, 3))):
+        built, dealt = build_packs(kind, packs_of(kind, 2, 2), sum(share), share), deal(share)
+        for team, numbers in enumerate(dealt):
+            alone = orders_of_torch(kind, 2, 2, len(numbers))
+            for place in range(2):
+                actions = [a for a in built.ranks[2 * place + team].batch if a.kind != "U"]
+                there = [(a.kind, a.stage, numbers.index(a.mb - sum(share))) for a in actions]
+                assert there == alone[place], (kind, share, team, place)
+        assert simulate(built, 2).finish == simulate(build_packs(kind, packs_of(kind, 2, 2), max(share)), 2).finish
 
 
 def test_sizes_that_a_schedule_has_no_order_for_are_refused():
@@ -214,7 +228,7 @@ def test_wrong_programs_of_packs_are_refused():
 
     assert "there is no F edge" in refused(changed(module, 0, unnamed))
     assert "runs stages 0, 3, expected one" in refused(module.but(packs=()))
-    assert "expected each of the module once" in refused(module.but(packs=((0, 3), (1,))))
+    assert "expected each of the module in one pack" in refused(module.but(packs=((0, 3), (1,))))
 
 
 def test_the_text_of_packs_is_checked():

@@ -147,7 +147,7 @@ def test_a_module_of_teams_takes_its_parts_and_its_exchanges(kind: str, stages: 
     assert extra[0, "B"] == pytest.approx(2 * 2 / stages, rel=1e-4)
     assert there.step_seconds > free.step
     # All ranks of a team do an action with collectives at the same time.
-    for (rank, kind), ranks in meeting_ranks(module).items():
+    for (rank, _, kind), ranks in meeting_ranks(module).items():
         starts = [[start for a, start, _ in there.timed(r) if a.kind == kind] for r in (rank, ranks[0])]
         assert starts[0] == starts[1]
 
@@ -155,7 +155,7 @@ def test_a_module_of_teams_takes_its_parts_and_its_exchanges(kind: str, stages: 
 def test_a_slow_rank_holds_its_team_back() -> None:
     schedule = local_mlp("1f1b", 1, 2, 2, last="communicate").local.schedule
     assert schedule is not None
-    together = {(rank, kind): team for team in ((0, 1), (2, 3)) for rank in team for kind in "FB"}
+    together = {(rank, 0, kind): team for team in ((0, 1), (2, 3)) for rank in team for kind in "FB"}
 
     def seconds(rank: int, action: Action) -> float:
         slow = rank == 1 and action.kind == "B"
@@ -205,4 +205,4 @@ def test_replicas_with_unequal_shares_meet_in_the_update(kind: str) -> None:
     assert there.step_seconds == pytest.approx(2 * 3.0 + 0.5)
     meetings = meeting_ranks(plan.module)
     assert set(meetings.values()) == {(0, 1, 2)}
-    assert {kind for _, kind in meetings} == {"U"}
+    assert {kind for _, _, kind in meetings} == {"U"}

@@ -154,9 +154,9 @@ def _per(graph: str) -> str:
 
 
 def _collectives(module: Module, stage: int) -> Iterator[CollectiveUse]:
-    mesh, route, first = module.mesh_of(stage), _routes(module), module.rank_stages().index(stage)
+    mesh, route, first = module.mesh_of(stage), _routes(module), module.ranks_of(stage)[0]
     for graph in _graphs(module, stage):
-        times = {} if route is None else collective_times(module, route, first, graph.name.partition(".")[2])
+        times = {} if route is None else collective_times(module, route, first, graph.name.partition(".")[2], stage)
         for call in calls_of(graph):
             members = len(mesh.group(0, call.over))
             yield CollectiveUse(
