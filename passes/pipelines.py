@@ -22,6 +22,7 @@ from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.partition.split import SplitOptions, split
 from penstock.passes.partition.split_backward import SplitBackwardOptions, split_backward
 from penstock.passes.rewrite.decompose import DecomposeOptions, decompose
+from penstock.passes.rewrite.merge_convolutions import MergeConvolutionsOptions, merge_convolutions
 from penstock.passes.rewrite.precision import PrecisionOptions, check_precision, precision
 from penstock.passes.rewrite.quantise import QuantiseOptions, quantise
 from penstock.passes.rewrite.simplify import SimplifyOptions, simplify
@@ -40,6 +41,7 @@ PASSES: dict[str, Pass] = {
     row.name: row
     for row in (
         Pass("simplify", simplify, SimplifyOptions),
+        Pass("merge-convolutions", merge_convolutions, MergeConvolutionsOptions),
         Pass("decompose", decompose, DecomposeOptions),
         Pass("quantise", quantise, QuantiseOptions),
         Pass("precision", precision, PrecisionOptions),
@@ -252,6 +254,12 @@ def inference_entries(partition: dict[str, Attr], options: PipelineOptions = DEF
     partition = {**partition, **same, **_meshed(options)}
     return [
         PipelineEntry("simplify", {}, "constants first"),
+        PipelineEntry(
+            "merge-convolutions",
+            {},
+            "while a norm is one operation; weights that lie in parts on a mesh stay as they are",
+            not options.mesh,
+        ),
         _decompose(options.library, "composites without a kernel of their own"),
         PipelineEntry(
             "quantise",

@@ -18,8 +18,8 @@ it (constants, layout changes, which are index arithmetic, and bytes that become
     only it reads. A collective is a group by itself, and its operand lies in memory.
 
 `packed` on a product or convolution says that its weights never change in this module. The kernel may then read them in
-a packed order, made once when they are loaded. Only without training: there they change with every batch, and each
-order needs memory.
+a packed order, made once when they are loaded, or computed of variables then (ahead.py). Only without training: there
+they change with every batch, and each order needs memory.
 
 Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs
 the group. The same holds for the order of effects on one variable: readers come before the operation that writes it.
@@ -38,6 +38,7 @@ from penstock.ir.memory.workspace import INLINE, exchanged_values
 from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints
 from penstock.ir.ops.recurrences import find_recurrence
 
+from .ahead import made_ahead
 from .groups import SUMS, KernelGroup, can_sweep, passes_by, swept_by
 from .widening import widened_later
 
@@ -109,7 +110,7 @@ def fuse(module: Module, options: FuseOptions) -> Module:
 def choose_kernels(graph: Graph) -> Graph:
     """Choose the kernels of one graph, with no weights packed ahead. The graph may also be that of a model that is not
     cut into stages."""
-    return _Fuser(graph, FuseOptions(), frozenset()).run()
+    return _Fuser(graph, FuseOptions(), None).run()
 
 
 def _never_changed(module: Module) -> frozenset[str]:
@@ -128,8 +129,8 @@ def _on_cpu(module: Module, graph: str) -> bool:
 class _Fuser:
     """The choice of the kernels of one graph, made in one walk over its operations."""
 
-    def __init__(self, graph: Graph, options: FuseOptions, fixed: frozenset[str]) -> None:
-        self.graph, self.options, self.fixed = graph, options, fixed
+    def __init__(self, graph: Graph, options: FuseOptions, fixed: frozenset[str] | None) -> None:
+        self.graph, self.options, self.fixed = graph, options, fixed or frozenset()
         # Values that lie in memory, whatever reads them here.
         self.results = {*graph.results, *exchanged_values(graph)}
         self.makers = graph.producers()
@@ -142,6 +143,7 @@ class _Fuser:
         self.inlined: dict[Value, Op] = {}
         both = options.chains and options.layouts
         self.widened = widened_later(graph.ops, self.makers, self.readers, self.results) if both else frozenset()
+        self.ahead = made_ahead(graph.ops, self.readers, self.results, fixed) if both else frozenset()
         # Recurrences: the group of each of their operations, and layout changes inside of them.
         self.recurrent: dict[int, KernelGroup] = {}
         self.between: set[int] = set()
@@ -198,6 +200,8 @@ class _Fuser:
         return all(self._is_fixed_weight(value) for value in (op.ins[1:] if op.kind == "matmul_q" else op.ins[1:2]))
 
     def _is_fixed_weight(self, value: Value) -> bool:
+        if value in self.ahead:
+            return True
         maker = self.makers.get(value)
         while maker is not None and maker.outs[0] in self.inlined and maker.kind in (*VIEWS, "concat", "cast"):
             maker = self.makers.get(maker.ins[0])
@@ -274,7 +278,7 @@ class _Fuser:
             return False
         if op.kind == "const":
             return not isinstance(op.attrs["value"], tuple)
-        if op.kind == "iota" or op.outs[0] in self.widened:
+        if op.kind == "iota" or op.outs[0] in self.widened or op.outs[0] in self.ahead:
             return True
         if op.kind == "cast" and self.options.layouts:
             return self._is_inline_cast(op)

@@ -124,6 +124,7 @@ CASES: dict[str, Case] = {
     "gpt-little-memory": Case(lambda: models.gpt(4), trained(ADAMW, microbatches=4), devices=SMALL),
     # Families from ONNX.
     "cnn-inference": Case(models.cnn, None, "forward", FOUR[:3]),
+    "parallel-inference": Case(models.parallel, None, "forward", FOUR[:1]),
     "resnet-1f1b": Case(models.resnet, trained(MOMENTUM), devices=FOUR[:3]),
     "resnet-bf16": Case(models.resnet, trained(), "2bw", precision="bf16"),
     "gpt-2bw": Case(lambda: models.gpt(), trained(ADAMW, microbatches=4), "2bw"),

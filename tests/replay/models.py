@@ -77,6 +77,20 @@ def rich() -> ps.Model:
     return from_file(write_rich, dims={"rows": 4}, frozen="frozen|corner")
 
 
+def parallel() -> ps.Model:
+    """Convolutions of one input and its batch norm, added up."""
+    text = """parallel (float[2,8,9,9] x) => (float[2,8,9,9] y) {
+        a = Conv<pads = [1, 1, 1, 1]>(x, wa, ba)
+        b = Conv(x, wb)
+        c = BatchNormalization(x, s, t, m, v)
+        d = Add(a, b)
+        e = Add(d, c)
+        y = Relu(e)
+    }"""
+    shapes = {"wa": (8, 8, 3, 3), "ba": (8,), "wb": (8, 8, 1, 1), "s": (8,), "t": (8,), "m": (8,), "v": (8,)}
+    return from_text(text, shapes)
+
+
 def quantised() -> ps.Model:
     """A convolution and a product in integers, and quantised weights that are widened."""
     text = """quantised (float[2,3,8,8] x) => (float[2,5] y) <float sx = {0.05}, float sw = {0.02}, float sy = {0.1}, int8 z = {0}> {

@@ -43,8 +43,8 @@ from penstock.ir.types import TensorType, numpy_dtype
 from .generate import generate, generate_effect
 from .plan import KernelCallStep, Lowered, plan_graphs
 
-# Packed operands and the kernel that takes each, in the order of the parameters.
-Packed = Mapping[tuple[Value, str], PackedWeight]
+# Packed operands, by what they are made of and the kernel that takes each, in the order of the parameters.
+Packed = Mapping[tuple[Value, str, tuple[Value, ...]], PackedWeight]
 
 
 def make_kernel(group: Fusion, machine: TargetMachine) -> GeneratedKernel:
@@ -129,7 +129,7 @@ def declaration(name: str, params: Sequence[TensorType]) -> Any:
 
 
 def _packed(lowered: Lowered) -> Packed:
-    return {(p.value, step.name): p for step in lowered.steps if (p := step.kernel.packing) is not None}
+    return {(p.value, step.name, p.sources): p for step in lowered.steps if (p := step.kernel.packing) is not None}
 
 
 def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, declared: bool) -> None:
@@ -140,7 +140,7 @@ def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, dec
     slots = signature(lowered.graph).slots
     reads = {op.outs[0]: slot for op in lowered.graph.ops if op.kind == "read" and (slot := slot_of(op)) is not None}
     rows: list[dict[str, Any]] = []
-    for number, ((value, kernel), packing) in enumerate(packed.items()):
+    for number, ((value, kernel, _), packing) in enumerate(packed.items()):
         function = (
             declaration(pack_name(kernel), [*(v.type for v in packing.sources), value.type])
             if declared
@@ -190,7 +190,8 @@ def _emit_function(
     ):
         meetings = _Meetings(builder, graph.name, env)
         for step in lowered.steps:
-            of_step = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
+            made_of = step.kernel.packing.sources if step.kernel.packing is not None else ()
+            of_step = {v: form for (v, kernel, of), form in forms.items() if (kernel, of) == (step.name, made_of)}
             meetings.finish(step.kernel, slots)
             function = meetings.call_of(step.kernel, function_of(step, types))
             _emit_call(builder, step, function, env, of_step, slots)

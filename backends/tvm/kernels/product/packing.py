@@ -54,7 +54,7 @@ class ProductPanel:
 def stored_dtype(body: Body, op: Op, dtype: str) -> str:
     """Return the element type that panels of operand 1 may have without rounding: that of the operand, or of the
     variable that it is widened from."""
-    for value in (op.ins[1], body.source(op.ins[1])):
+    for value in (op.ins[1], *body.sources(op)[:1]):
         if value.type.dtype in HALVES and dtype == "f32":
             return value.type.dtype
     return dtype

@@ -436,16 +436,16 @@ class Body:
         The weight is operand 1, or all behind the first where scales follow it."""
         return bool(op.attrs.get(PACKED)) and all(v in self.group.homes for v in self.sources(op))
 
-    def source(self, value: Value) -> Value:
-        """Return the stored value that one computed where it is read is made of."""
-        while value in self.group.inline:
-            value = self.group.inline[value].ins[0]
-        return value
-
     def sources(self, op: Op) -> tuple[Value, ...]:
         """Return the stored values that the weight of an operation is made of."""
-        weight = op.ins[1:2] if op.kind in ("matmul_bytes", "conv_bytes") else op.ins[1:]
-        return tuple(dict.fromkeys(self.source(v) for v in weight))
+        sources: dict[Value, None] = {}
+        stack = list(op.ins[1:2] if op.kind in ("matmul_bytes", "conv_bytes") else op.ins[1:])[::-1]
+        while stack:
+            value = stack.pop()
+            maker = self.group.inline.get(value)
+            stack += maker.ins[::-1] if maker is not None else ()
+            sources |= {value: None} if maker is None else {}
+        return tuple(sources)
 
     def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
         """Return the weight of `op` packed ahead of the kernel, `size` elements that `fill` writes from its operands
