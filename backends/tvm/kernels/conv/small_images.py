@@ -3,14 +3,14 @@ lie.
 
 In: a Correlation of one tap that reads every position once. Out: loops
 
-    for image, group, tile of outputs, panel of positions:
+    for image, group, part of the outputs, panel of positions, tile of outputs:
       accumulators [outputs, vectors of positions] = sum over channels of one weight * neighbouring positions
       `Body.finish` on vectors of neighbouring positions
 
 Nothing is copied or turned: a channel of a small image is a few vectors of memory. Positions behind the last whole
 vector have outputs in lanes: the weights of a tile lie side by side, so that one more vector holds the sums of a
 position for all outputs of the tile. A 7x7 image is three vectors and one such position, 25 multiply-adds for 8
-outputs. Limit: up to four such positions a panel.
+outputs. Threads share the parts, and meet once for an image. Limit: up to four such positions a panel.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from penstock.backends.tvm.kernels.tools.transpose import pieces
 
 from .points import is_light
 
+# Threads share so many parts of the filters, or a smaller power of two where there are fewer tiles.
+_TASKS = 8
 # Positions of larger images are packed in long runs.
 _MOST_POSITIONS = 256
 # Positions of a panel with outputs in lanes.
@@ -105,20 +107,27 @@ class _SmallImages:
             image, group = (emit.bind(x, "i") for x in unravel(i, (c.images, c.groups)))
             inner = kind if images == 1 else SERIAL
             near = max(p.vectors for p in self.panels) * self.lanes * c.channels <= _NEAR
-            for panels in [[panel] for panel in self.panels] if near else [self.panels]:
-                self._tiles(weights, image, group, panels, inner)
+            self._tiles(weights, image, group, [[p] for p in self.panels] if near else [self.panels], inner)
 
-    def _tiles(self, weights: Buffer, image: Expr, group: Expr, panels: list[_Panel], kind: object) -> None:
-        """Emit all outputs at the positions of some panels."""
+    def _tiles(self, weights: Buffer, image: Expr, group: Expr, panels: list[list[_Panel]], kind: object) -> None:
+        """Emit all outputs of an image. Threads share parts of the filters, and meet once; in a part, positions of one
+        list of panels after the other are taken for all filters."""
+        emit = self.emit
         whole, tail = divmod(self.c.filters, self.rows)
-        with self.emit.loop(whole, kind, "o") as tile, self.body.point():
-            first = tile * self.rows if whole > 1 else literal(0, "i32")
-            for panel in panels:
-                with self.body.point():
-                    self._sums(weights, image, group, first, self.rows, panel)
-        for panel in panels if tail else ():
-            with self.body.point():
-                self._sums(weights, image, group, literal(whole * self.rows, "i32"), tail, panel)
+        parts = 1 << (max(min(whole, _TASKS), 1).bit_length() - 1)
+        with emit.loop(parts, kind, "part") as part, self.body.point():
+            begin, end = (emit.bind(tirx.floordiv((part + i) * whole, parts), "tile") for i in (0, 1))
+            for near in panels:
+                with emit.loop(end - begin, SERIAL, "o") as tile, self.body.point():
+                    first = (begin + tile) * self.rows if whole > 1 else literal(0, "i32")
+                    for panel in near:
+                        with self.body.point():
+                            self._sums(weights, image, group, first, self.rows, panel)
+            if tail:
+                with emit.when(part == parts - 1):
+                    for panel in self.panels:
+                        with self.body.point():
+                            self._sums(weights, image, group, literal(whole * self.rows, "i32"), tail, panel)
 
     def _fill(self, packed: Buffer) -> None:
         """Pack the weights: tile by tile, the outputs of a channel side by side."""
