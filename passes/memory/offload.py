@@ -8,7 +8,9 @@ saved_elsewhere.py; what follows is about state.
 A rank that runs several stages has the state `o` of one of them at a time: `CI:o U CO:o L:o`. That of a stage comes
 when that of the stage before it is let go of. L waits for CO and U for CI, so both stand in the middle of the
 computations between the two updates, those of one batch or of two. U of a stage that takes nothing from others comes
-right behind its last gradient, so that there are some.
+right behind its last gradient, so that there are some. Where there is one alone, the middle hides one of both copies at
+most. CI then stands behind the update before and L behind the next one, so two states are on the device at once. Where
+that is too much for the memory of a device, the state of one is.
 
 A rank with one stage has its state in chunks, `c0`, `c1` and so on (chunks.py), and updates one after the other, by
 parts of its update.
@@ -23,11 +25,12 @@ from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import resident_bytes, stage_images
 from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
-from penstock.ir.schedule import ADDERS, COPIES, SENDS, Action, Program, Schedule
+from penstock.ir.schedule import ADDERS, COMPUTE, COPIES, SENDS, Action, Program, Schedule
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
+from .overlap_that_fits import fits_devices
 from .saved_elsewhere import with_saved_sets
 from .weights_elsewhere import movable_weights, runs_batch_by_batch, with_weights
 
@@ -51,14 +54,22 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
         raise UsageError(f"unknown {options.what!r}, expected one of {', '.join(KINDS)}", where="offload")
     if module.schedule is None or module.cluster is None:
         raise UsageError("the module has no schedule", where="offload", hint="run the schedule pass first")
+    result = _moved_away(module, options, ahead=True)
+    if any(module.cluster.device(name).memory for name in module.rank_devices()):
+        tight = _moved_away(module, options, ahead=False)
+        result = result if result == tight or fits_devices(result) else tight
+    return result.noted("offload", *_notes(result))
+
+
+def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Module:
     result = module
     if options.what in (ACTIVATIONS, BOTH, ALL):
         result = _without_saved_sets(result, options.space, alone=options.what != ALL)
     if options.what != ACTIVATIONS:
-        result = _without_state(result, options.space, alone=options.what in (STATE, BOTH))
+        result = _without_state(result, options.space, alone=options.what in (STATE, BOTH), ahead=ahead)
     if options.what in (WEIGHTS, ALL):
         result = _without_weights(result, options.space)
-    return result.noted("offload", *_notes(result))
+    return result
 
 
 def _without_weights(module: Module, space: str) -> Module:
@@ -90,7 +101,7 @@ def _without_saved_sets(module: Module, space: str, *, alone: bool) -> Module:
     return result
 
 
-def _without_state(module: Module, space: str, *, alone: bool) -> Module:
+def _without_state(module: Module, space: str, *, alone: bool, ahead: bool) -> Module:
     """Return the module with optimiser state elsewhere between updates; an error where nothing is, and it goes
     `alone`."""
     schedule = module.schedule
@@ -106,14 +117,15 @@ def _without_state(module: Module, space: str, *, alone: bool) -> Module:
             where="offload",
             hint="take an optimiser that has state, and a model with more than a few parameters on each device",
         )
-    result = with_homes(module, packed, space)
+    result = with_homes(module, packed, space, ahead=ahead)
     for stage, listed in chunks.items():
         result = with_chunks(result, stage, listed, _home(module, stage, space))
     return result
 
 
-def with_homes(module: Module, stages: Collection[int], space: str = "") -> Module:
-    """Return the module with the state of some stages at home in a space, and the actions that move it."""
+def with_homes(module: Module, stages: Collection[int], space: str = "", *, ahead: bool = True) -> Module:
+    """Return the module with the state of some stages at home in a space, and the actions that move it; `ahead` where
+    there is room for the state of two at once."""
     assert module.schedule is not None
     if not stages:
         return module
@@ -121,7 +133,7 @@ def with_homes(module: Module, stages: Collection[int], space: str = "") -> Modu
     for stage in stages:
         home = _home(module, stage, space)
         variables |= {name: replace(variables[name], home=home) for name in movable_state(module, stage)}
-    ranks = {rank: _with_moves(module, program, stages) for rank, program in schedule.ranks.items()}
+    ranks = {rank: _with_moves(module, program, stages, ahead) for rank, program in schedule.ranks.items()}
     return module.but(vars=variables, schedule=Schedule(schedule.name, schedule.microbatches, ranks))
 
 
@@ -144,7 +156,7 @@ def _home(module: Module, stage: int, space: str) -> str:
     return names.pop()
 
 
-def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Program:
+def _with_moves(module: Module, program: Program, stages: Collection[int], ahead: bool) -> Program:
     """Insert CI, CO and L around the updates of some stages."""
     assert module.schedule is not None
     packed = len({action.stage for action in program.batch}) > 1
@@ -157,11 +169,14 @@ def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Pr
         update, earlier = batch[last], batch[updates[at - 1]]
         # The last update of a list comes before the first of the next one.
         number, place = (earlier.mb if at else earlier.mb - 1), middle_of(batch, first, last)
+        goes, comes = place, place
+        if ahead and at and len(updates) > 2 and sum(action.kind in COMPUTE for action in batch[first + 1 : last]) == 1:
+            goes, comes = last + 1, first + 1
         if number >= 0:
-            before.setdefault(place, []).append(_moved(LET_GO, earlier, number))
+            before.setdefault(goes, []).append(_moved(LET_GO, earlier, number))
         else:  # that would be the list after the next, which no run comes to
             before.setdefault(middle_of(batch, updates[-1], len(batch)), []).append(_moved(LET_GO, earlier, earlier.mb))
-        before.setdefault(place, []).append(_moved(COPY_IN, update, update.mb))
+        before.setdefault(comes, []).append(_moved(COPY_IN, update, update.mb))
     listed: list[Action] = []
     for i in range(len(batch) + 1):
         listed += before.get(i, ())

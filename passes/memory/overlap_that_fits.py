@@ -22,10 +22,10 @@ from .lifetimes import lifetimes
 def overlap_that_fits(module: Module, options: OverlapOptions) -> Module:
     """Begin collectives early and read their results late, so that computations hide them."""
     ordered = overlap(module, options)
-    if ordered is module or not _limited(module) or _fits_devices(ordered):
+    if ordered is module or not _limited(module) or fits_devices(ordered):
         return ordered
     tight = overlap(module, OverlapOptions(0.0))
-    return tight if _fits_devices(tight) else module
+    return tight if fits_devices(tight) else module
 
 
 def _limited(module: Module) -> bool:
@@ -37,7 +37,7 @@ def _limited(module: Module) -> bool:
     return any(REPLICAS in axes_over(op.attrs["over"]) for g in graphs for op in g.ops if op.kind in EXCHANGES)
 
 
-def _fits_devices(module: Module) -> bool:
+def fits_devices(module: Module) -> bool:
     """Return whether all that lives on a device fits into its memory, with the kernels and drops of later passes."""
     assert module.cluster is not None
     devices, used = module.rank_devices(), Counter[str]()

@@ -65,12 +65,12 @@ def moved(case: str) -> Module:
     return with_homes(whole, [stage.index for stage in whole.stages])
 
 
-def trained(module: Module):
+def trained(module: Module, m: int = M):
     draw = np.random.default_rng(5)
     params = [name for name, var in module.vars.items() if var.role == "param"]
     weights = {n: draw.standard_normal(module.vars[n].type.dims).astype("f4") for n in params}
     batches = [
-        {v.name: draw.standard_normal((2 * M, *v.type.dims[1:])).astype("f4") for v in module.data_inputs}
+        {v.name: draw.standard_normal((2 * m, *v.type.dims[1:])).astype("f4") for v in module.data_inputs}
         for _ in range(4)
     ]
     return run_schedule(module, weights, batches, precision=TYPED)
@@ -100,8 +100,11 @@ def test_numbers_are_the_same_bit_for_bit(case: str) -> None:
         ("one device", "none", False),
     ],
 )
-def test_the_pass_lets_ranks_of_packs_train_with_one_state_at_a_time(case: str, recompute: str, clip: bool) -> None:
-    """Beside what is computed again, and with updates that wait for the norm of all stages."""
+def test_the_pass_lets_ranks_of_packs_train_with_one_state_or_two_at_a_time(
+    case: str, recompute: str, clip: bool
+) -> None:
+    """Beside what is computed again, and with updates that wait for the norm of all stages. Two are there on one device:
+    one computation alone is between two of its updates."""
     module, whole = compiled(case, recompute, True, clip), compiled(case, recompute, clip=clip)
     verify(module)
     assert same(trained(module), trained(whole))
@@ -110,7 +113,8 @@ def test_the_pass_lets_ranks_of_packs_train_with_one_state_at_a_time(case: str, 
         sizes = [image.nbytes for stage in pack if (image := stage_images(module, stage).get("o"))]
         assert len(sizes) == len(pack)
         spared = sum(var.type.nbytes for stage in pack for var in stage_images(module, stage)["o"].variables.values())
-        assert before.state - row.state == spared - max(sizes) > 0
+        here = sorted(sizes)[-2:] if case == "one device" else [max(sizes)]
+        assert before.state - row.state == spared - sum(here) > 0
         assert row.peak < before.peak
         assert home_bytes(module)["disk", "localhost"][rank] == sum(sizes)
 

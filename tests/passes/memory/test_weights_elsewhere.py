@@ -149,3 +149,34 @@ def test_a_device_with_few_stages_is_refused(monkeypatch) -> None:
     monkeypatch.setitem(CASES, "few", (2, 2, {}))
     with pytest.raises(UsageError, match="it takes three stages or more"):
         planned("few")
+
+
+def waits_at_once(module: Module) -> list[str]:
+    """The copies of state that are waited for with no computation since they began, CI at its U and CO at its L, but for
+    the end of the run."""
+    begun, listed = {}, []
+    for action in module.schedule.expand(0, 3):
+        waited = {"U": "CI", "L": "CO"}.get(action.kind)
+        if waited and (kind := (waited, action.stage)) in begun and (action.item == "o" or action.kind == "U"):
+            listed += [str(action)] if not begun.pop(kind) and action.mb < 2 else []
+        if action.kind in ("F", "B", "U"):
+            begun = dict.fromkeys(begun, True)
+        elif action.item == "o" and action.kind in ("CI", "CO"):
+            begun[action.kind, action.stage] = False
+    return listed
+
+
+def test_state_comes_and_goes_behind_computations_where_one_alone_is_between_updates() -> None:
+    """With one microbatch. A device without room for two states has one, and waits for copies out."""
+    ahead = planned("one device", m=1)
+    peak = measure_memory(ahead)[0].peak
+    assert not waits_at_once(ahead)
+    assert planned("one device", memory=peak, m=1).schedule == ahead.schedule
+    tight = planned("one device", memory=peak - 1, m=1)
+    assert waits_at_once(tight)
+    (small,), (large,) = (measure_memory(module).values() for module in (tight, ahead))
+    assert large.state - small.state == max(stage_images(ahead, s)["o"].nbytes for s in ahead.rank_packs()[0])
+    assert small.peak < large.peak
+    for module in (ahead, tight):
+        verify(module)
+        assert same(trained(module, 1), trained(planned("one device", "none", m=1), 1))
