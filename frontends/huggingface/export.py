@@ -59,7 +59,8 @@ def make_module(config: Mapping[str, Any], where: str) -> nn.Module:
             module = AutoModelForCausalLM.from_config(read, attn_implementation=ATTENTION, dtype=torch.float32)
     except Exception as error:  # transformers raises errors of its own kinds for settings that make no sense
         raise UsageError(
-            f"transformers cannot make the model: {type(error).__name__}: {str(error)[:300]}", where=where
+            f"transformers cannot make the model: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            where=where,
         ) from error
     _without_elements(module)
     return module.eval()  # type: ignore[no-any-return]

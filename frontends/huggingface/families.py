@@ -26,6 +26,7 @@ FAMILIES = (
 )
 # Names of families that users ask for, and why they cannot be had.
 _REASONS = {
+    "": "config.json names no model_type",
     "bloom": "its attention adds a bias that grows with distance (ALiBi)",
     "falcon": "its attention does not go through the common interface of transformers",
     "gpt_oss": "its attention has sinks",

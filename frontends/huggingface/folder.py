@@ -54,6 +54,8 @@ class ModelFolder:
 def open_folder(path: str | Path) -> ModelFolder:
     """Read the settings and tables of a folder. Raise UsageError where it is none, or where a file is damaged."""
     root = Path(path)
+    if not str(path):
+        raise UsageError("names no folder", where="hf:", hint="hf:FOLDER is a folder with a config.json")
     if not root.is_dir():
         raise UsageError("is no folder", where=str(path), hint="hf:FOLDER is a folder with a config.json")
     config = read_settings(root, CONFIG)

@@ -62,6 +62,13 @@ def test_no_folder_no_config_no_weights(folder: Path):
     refused(folder, "config.json")
 
 
+def test_a_prefix_without_a_folder_and_settings_without_a_family():
+    with pytest.raises(UsageError, match="names no folder"):
+        open_folder("")
+    with pytest.raises(UnsupportedModel, match="names no model_type"):
+        check_family("", "model")
+
+
 def test_settings_that_are_no_object(folder: Path):
     (folder / "config.json").write_text("[1]")
     refused(folder, "expected an object")
