@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,21 +13,27 @@ import torch
 from samples.decoders.grouped import DecoderForm, write_decoder
 
 from penstock.backends.bundle.format import open_bundle
+from penstock.backends.tvm.compile import pool
+from penstock.backends.tvm.kernels.tools import body
 from penstock.commands.parser import main
+from penstock.ir.graph import Op
 from penstock.runtime.data.samples import SyntheticSamples
 from penstock.verification.bisect.sources import _Renamed
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("turns")
-    file = write_decoder(folder / "model.onnx", DecoderForm(bits=4))
+def compiled(folder: Path, form: DecoderForm) -> Path:
+    file = write_decoder(folder / "model.onnx", form)
     # One thread, as all tests here: code for another number of threads would run in a process without what is patched.
     cluster = folder / "cluster.toml"
     cluster.write_text('[[device]]\nname = "cpu:0"\nthreads = 1\n', encoding="utf-8")
     words = ["--generate", "--context", "20", "--sequences", "2", "--cluster", str(cluster)]
     assert main(["compile", str(file), "-o", str(folder / "b"), *words]) == 0
     return folder / "b"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("turns"), DecoderForm(bits=4))
 
 
 def bisected(bundle: Path) -> int:
@@ -71,6 +79,39 @@ def test_code_of_one_size_that_is_wrong_is_told(
     monkeypatch.setattr(_Renamed, "call", wrong)
     assert bisected(bundle) == 5
     assert "first wrong at tokens=4: the graph @s0.F" in capsys.readouterr().out
+
+
+def test_a_kernel_of_one_size_that_the_compiler_makes_wrong_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code in the bundle is wrong for turns of 4 tokens: one difference of the rotation of keys is doubled."""
+    right, value = body.element, "layers.0.attn/out.sub.1"
+
+    def doubled(functions: Any, op: Op, *more: Any) -> tuple[Any, ...]:
+        results = right(functions, op, *more)
+        wrong = op.kind == "sub" and op.outs[0].type.dims == (4, 2, 8)
+        return tuple(2 * x for x in results) if wrong else results
+
+    with monkeypatch.context() as patch:
+        # In this process, and into a cache that no right compiler reads.
+        patch.setattr(pool, "usable_cores", lambda: 1)
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+        patch.setattr(body, "element", doubled)
+        broken = compiled(tmp_path, DecoderForm(bits=4, layers=1))
+        assert bisected(broken) == 5
+        said = capsys.readouterr()
+        first = said.out[said.out.index("first wrong") :]
+        assert re.match(rf"first wrong at tokens=4: s0\.F/k\d+ \(.*sub\)\n(?s:.*)\n  tensor +%{value}\n", first)
+        assert [line.split()[-1] for line in said.out.splitlines() if line.startswith("tokens=1 ")] == ["ok"]
+        assert f"%{value} of stage 0 at tokens=4 is not what the interpreter gives" in said.err
+    # The compiler is right again, the code in the bundle is not: the first wrong result in the order of operations.
+    assert bisected(broken) == 5
+    out = capsys.readouterr().out
+    first = out[out.index("first wrong") :]
+    assert re.match(
+        r"first wrong at tokens=4: the graph @s0\.F\n(?s:.*) = put\((?s:.*)\n  tensor +@layers\.0\.keys\n", first
+    )
+    assert "each kernel of it, compiled now by itself, is right: its code is older" in first
 
 
 def test_rows_that_do_not_reach_the_cache_are_told(

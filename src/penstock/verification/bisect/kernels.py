@@ -254,7 +254,8 @@ def _typed(array: Array, kind: TensorType) -> Array:
 
 
 def compare(program: CompiledGraphs, call: GraphCall, tolerance: float | None) -> tuple[Errors, Spot | None]:
-    """Call a graph, and return the errors of its results and the first result that is off."""
+    """Call a graph, and return the errors of its results and the first result that is off, in the order of operations:
+    a token that was chosen comes after the cache rows that it was chosen from."""
     graph, sig = call.graph, signature(call.graph)
     exact, rounded = _interpreted(call, F64), _interpreted(call, TYPED)
     computed = _called(program, call)
@@ -262,6 +263,8 @@ def compare(program: CompiledGraphs, call: GraphCall, tolerance: float | None) -
     makers = graph.producers()
     named: list[tuple[str | Slot, str, Op | None]] = [(v.name, f"%{v.name}", makers.get(v)) for v in sig.results]
     named += [(slot, f"@{slot.var}", next(op for op in graph.ops if slot_of(op) == slot)) for slot in _changed(graph)]
+    order = {id(op): number for number, op in enumerate(graph.ops)}
+    named.sort(key=lambda row: order.get(id(row[2]), -1))
     errors, first = Errors(), None
     for key, tensor, op in named:
         error = relative_error(computed[key], exact[key])
