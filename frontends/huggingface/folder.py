@@ -22,6 +22,7 @@ from penstock.frontends.side_files import CONFIG, GENERATION, plain_file, read_s
 from penstock.support.errors import UnsupportedModel, UsageError
 from penstock.support.words import itemised
 
+from .families import check_family
 from .safetensors_file import StoredTensor, read_table
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,7 +41,7 @@ class ModelFolder:
 
     @property
     def family(self) -> str:
-        return str(self.config.get("model_type", ""))
+        return family_of(self.config)
 
     def digest(self) -> str:
         """Hash the settings, and the files with weights."""
@@ -51,8 +52,14 @@ class ModelFolder:
         return total.hexdigest()
 
 
+def family_of(config: Mapping[str, Any]) -> str:
+    """Return the family that a config.json names, "" where it names none."""
+    return str(config.get("model_type", ""))
+
+
 def open_folder(path: str | Path) -> ModelFolder:
-    """Read the settings and tables of a folder. Raise UsageError where it is none, or where a file is damaged."""
+    """Read the settings and tables of a folder. Raise UsageError where it is none, or where a file is damaged. A family
+    that cannot be imported is refused first, whether or not its weights are there."""
     root = Path(path)
     if not str(path):
         raise UsageError("names no folder", where="hf:", hint="hf:FOLDER is a folder with a config.json")
@@ -67,6 +74,7 @@ def open_folder(path: str | Path) -> ModelFolder:
             where=str(path),
             hint="an architecture that transformers itself has is needed",
         )
+    check_family(family_of(config), str(path))
     return ModelFolder(root, config, read_settings(root, GENERATION) or {}, _tensors(root), texts_beside(root))
 
 

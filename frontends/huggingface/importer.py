@@ -29,7 +29,7 @@ from penstock.support.errors import UsageError
 from penstock.support.words import itemised
 
 from .export import BY_TOKEN, TurnShape, export_decoder, make_module
-from .families import check_family, names_in_files
+from .families import names_in_files
 from .folder import ModelFolder
 from .safetensors_file import StoredTensor
 from .stored_codes import check_method, read_codes, with_codes
@@ -44,7 +44,6 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 def import_folder(folder: ModelFolder, sizes: DecoderSizes) -> dict[int, Imported]:
     """Import a decoder. Return it for each number of tokens of a turn."""
     where = str(folder.path)
-    check_family(folder.family, where)
     longest = longest_context(folder.config)
     if longest is not None and sizes.context > longest:
         raise UsageError(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from penstock.commands.parser import main
 from penstock.frontends.huggingface.families import check_family
 from penstock.frontends.huggingface.folder import open_folder
 from penstock.frontends.huggingface.safetensors_file import read_table
@@ -67,6 +68,25 @@ def test_a_prefix_without_a_folder_and_settings_without_a_family():
         open_folder("")
     with pytest.raises(UnsupportedModel, match="names no model_type"):
         check_family("", "model")
+
+
+@pytest.mark.parametrize("index", [None, {"weight_map": {"w": "gone.safetensors"}}], ids=["no weights", "no shard"])
+def test_a_family_is_refused_before_weights_are_looked_for(index: object, folder: Path, tmp_path: Path, capsys):
+    (folder / "model.safetensors").unlink()
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps(index))
+    words = ["compile", f"hf:{folder}", "-o", str(tmp_path / "b"), "--generate"]
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "bloom"}))
+    assert main(words) == 3
+    said = capsys.readouterr().err
+    assert said.count("penstock: error:") == 1
+    assert "'bloom' cannot be imported" in said
+    # Control: of a family that can be read the weights are missing.
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert ("neither model.safetensors nor" if index is None else "gone.safetensors: missing") in said
+    assert "cannot be imported" not in said
 
 
 def test_settings_that_are_no_object(folder: Path):

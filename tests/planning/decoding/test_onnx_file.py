@@ -120,6 +120,33 @@ def test_the_tokenizer_beside_a_file_travels(tmp_path: Path, capsys):
     assert capsys.readouterr().out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
+def test_prompts_that_do_not_fit_the_context_are_one_error(tmp_path: Path, capsys):
+    """Of the command, and of a job. A prompt that leaves one token is the control."""
+    pytest.importorskip("tokenizers")
+    tokenizer = write_tokenizer(tmp_path)
+    path = write_decoder(tmp_path / "model.onnx", DecoderForm(words=tokenizer.get_vocab_size(), layers=1))
+    out = tmp_path / "b"
+    assert main(["compile", str(path), "-o", str(out), "--backend", "numpy", *WORDS_OF_COMMAND]) == 0
+    capsys.readouterr()
+    size = len(tokenizer.encode("fox " * 60).ids)
+    assert main(["generate", str(out), "--prompt", "fox " * 60]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("penstock: error:") == 1
+    assert f"prompt 1: has {size} tokens, which leaves none for its text" in said.err
+    assert "context of 48 tokens" in said.err
+    with ps.open(out) as job:
+        with pytest.raises(UsageError, match="prompt 1: has 48 tokens, which leaves none for its text") as one:
+            job.generate([7] * 48)
+        with pytest.raises(UsageError) as several:
+            job.generate_many([[7] * 50, [7] * 47, []], tokens=1)
+        assert len(list(job.generate([7] * 47))) == 1
+    assert one.value.exit_code == several.value.exit_code == 2
+    assert "context of 48 tokens" in (one.value.hint or "")
+    told = ("prompt 1: has 50", "prompt 2", "prompt 3: has no tokens")
+    assert [words in several.value.what for words in told] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("genai", "said"),
     [

@@ -3,6 +3,7 @@ they run."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -215,6 +216,25 @@ def test_sizes_of_lengths_come_from_predictions(model: Path) -> None:
     assert any(f"is predicted to take {filling(seconds) - 1:.0%} more time at most" in x for x in plan_lines(plan))
     # The law that chose them, on the predictions at powers of two.
     assert tuple(sizes) == priced_sizes(8, 40, {n: _predicted(model, n) for n in (8, 16, 32, 40)}, 1.1)
+
+
+def test_plan_prints_sizes_and_the_largest_share_of_padding(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times between two sizes are numpy's: the size after each is filled up to the next. Few sizes are the control."""
+    shares = []
+    for bound in ("seq<=40", "seq<=40:8,40"):
+        words = ["plan", str(model), "--dim", "batch=512", "--dim", bound, "--devices", "1"]
+        assert main([*words, "--json"]) == 0
+        rungs = [(row["sizes"]["seq"], row["seconds"]) for row in json.loads(capsys.readouterr().out)["rungs"]]
+        sizes, seconds = zip(*rungs, strict=True)
+        larger = [b / np.interp(a + 1, sizes, seconds) for a, b in zip(sizes, seconds[1:], strict=False)]
+        assert main(words) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("seq up to 40: "))
+        shares.append(max(larger) - 1)
+        assert line.startswith(f"seq up to 40: {', '.join(map(str, sizes))} (filled up")
+        assert line.endswith(f"; from 8 on padding is predicted to take {shares[-1]:.0%} more time at most)")
+    assert shares[0] < 0.11 < shares[1]
+    assert main(["plan", str(model), "--dim", "batch=2", "--dim", "seq=40", "--devices", "1"]) == 0
+    assert "padding" not in capsys.readouterr().out
 
 
 def _predicted(model: Path, seq: int) -> float:
