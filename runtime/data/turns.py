@@ -44,6 +44,10 @@ class SyntheticTurns:
 
     def turn(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
         """Draw the inputs of one turn."""
+        return self.drawn(generator).arrays(self.sequences, self.each)
+
+    def drawn(self, generator: np.random.Generator) -> TokenTurn:
+        """Draw one turn."""
         count = int(generator.integers(1, min(self.sequences, self.rows, self.blocks) + 1))
         each = min(self.each, self.blocks // count)
         room = each * BLOCK if self.positions is None else min(each * BLOCK, self.positions[1])
@@ -56,4 +60,4 @@ class SyntheticTurns:
             mine = tuple(blocks[s * each : (s + 1) * each].tolist())
             draw = Draw(s % 2, int(generator.integers(0, 4)), 0.9, int(generator.integers(0, 1 << 32)))
             shares.append(Share(s, tuple(tokens), first, mine, draw, chooses=True))
-        return TokenTurn(self.rows, tuple(shares)).arrays(self.sequences, self.each)
+        return TokenTurn(self.rows, tuple(shares))

@@ -16,9 +16,12 @@ from penstock.backends.bundle.format import open_bundle
 from penstock.backends.tvm.compile import pool
 from penstock.backends.tvm.kernels.tools import body
 from penstock.commands.parser import main
-from penstock.ir.graph import Op
+from penstock.ir.graph import Module, Op
 from penstock.runtime.data.samples import SyntheticSamples
 from penstock.verification.bisect.sources import _Renamed
+
+from .breaking import in_graph, swapped
+from .seeded_bugs import in_pass
 
 
 def compiled(folder: Path, form: DecoderForm) -> Path:
@@ -112,6 +115,26 @@ def test_a_kernel_of_one_size_that_the_compiler_makes_wrong_is_named(
         r"first wrong at tokens=4: the graph @s0\.F\n(?s:.*) = put\((?s:.*)\n  tensor +@layers\.0\.keys\n", first
     )
     assert "each kernel of it, compiled now by itself, is right: its code is older" in first
+
+
+def test_a_program_of_one_size_that_a_pass_makes_wrong_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its code computes what it says, so that only the model tells. The pass exchanges what a rotation subtracts."""
+    value = "layers.0.attn/out.sub.1"
+    exchanging = in_graph("s0.F", swapped(value))
+
+    def of_four(module: Module) -> Module:
+        return exchanging(module) if any(bound.size == 4 for bound in module.bounds) else module
+
+    with monkeypatch.context() as patch:
+        in_pass("split", of_four)(patch)
+        broken = compiled(tmp_path, DecoderForm(bits=4, layers=1))
+    assert bisected(broken) == 5
+    said = capsys.readouterr()
+    first = said.out[said.out.index("first wrong") :]
+    assert re.match(rf"first wrong at tokens=4: its program\n(?s:.*) = sub\((?s:.*)\n  tensor +%{value}\n", first)
+    assert "the program of tokens=4 computes something else than reference.ir" in said.err
 
 
 def test_rows_that_do_not_reach_the_cache_are_told(

@@ -24,11 +24,12 @@ from penstock.support.words import counted
 from penstock.verification.bisect import reproducer
 from penstock.verification.inputs import batches_of
 from penstock.verification.parts import PartOff, PartsComparison
+from penstock.verification.rungs import first_off
 
 from .kernels import KernelVerdict, first_kernel
 from .original import OnnxOriginal, first_difference
 from .shrinking import Budget
-from .steps import WRITTEN, Original, Trail
+from .steps import WRITTEN, CompiledRung, Original, Trail
 from .trial import Off, Trial, can_run, is_whole, microbatches_per_batch
 from .values import Errors, Spot
 
@@ -289,12 +290,13 @@ class _TrailSearch:
         self._look_at_rungs()
 
     def _look_at_rungs(self) -> None:
-        """Compare the kernels of smaller sizes, on inputs that are drawn for each."""
+        """Compare the programs of smaller sizes with the model, and their kernels, on inputs drawn for each."""
         rows: list[list[object]] = []
         for rung in self.trail.rungs:
             say(f"running {rung.sizes}")
             batches = batches_of(rung.module, 1, self.trial.microbatches, self.options.seed, None)
             weights = self.model_trial.weights
+            self._judge_program(rung)
             verdicts = first_kernel(rung.module, rung.compiled, weights, batches, self.options.tolerance)
             rows += [[rung.sizes, *_row(verdict)] for verdict in verdicts]
             if verdicts[-1].first is not None:
@@ -306,6 +308,17 @@ class _TrailSearch:
             self.looked.append(f"of {counted(len(self.trail.rungs), 'smaller size')}")
         if verdicts:
             self._judge_kernels(verdicts[-1], f" at {rung.sizes}")
+
+    def _judge_program(self, rung: CompiledRung) -> None:
+        """Report the first value of a smaller size's program that is not that of the model."""
+        first, options = self.trail.steps[0], self.options
+        if not is_whole(first.module):
+            return
+        spot = first_off(first.module, rung.module, self.model_trial.weights, options.seed, options.tolerance)
+        if spot is None:
+            return
+        print("\n".join([f"first wrong at {rung.sizes}: its program", *spot.lines(self._source_of(spot))]))
+        self._fail(f"the program of {rung.sizes} computes something else than {first.name}", None)
 
     def _judge_kernels(self, last: KernelVerdict, sizes: str) -> None:
         """Report the first kernel that is off, of the largest size or of others."""
