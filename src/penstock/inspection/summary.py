@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.ir.graph import GRAD, PARAM, Graph, Module, stage_vars
+from penstock.ir.graph import GRAD, PARAM, Graph, Module, Value, stage_vars
 from penstock.ir.ladder.bounds import print_sizes
 from penstock.ir.ladder.ladder import Ladder
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.memory.workspace import INLINE
 from penstock.ir.names import in_words_of_source
 from penstock.ir.ops import cost_of
+from penstock.ir.ops.caches import BLOCK
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.simulator.forecast import seconds_of
@@ -68,11 +69,26 @@ class MessageFacts:
 
 
 @dataclass(frozen=True)
+class TurnFacts:
+    """What a turn of one size does with caches: its rows and sequences, the bytes of keys and values that its rows
+    write, and what it reads at most, where sequences are as long as the context: blocks, and their bytes in all
+    layers."""
+
+    rows: int
+    sequences: int
+    written: int
+    blocks: int
+    read: int
+
+
+@dataclass(frozen=True)
 class RungFacts:
-    """A size that a model with bounded dimensions has code for, and the predicted seconds of the busiest rank."""
+    """A size that a model with bounded dimensions has code for, and the predicted seconds of the busiest rank. `turn`
+    is None where there are no caches."""
 
     sizes: str
     seconds: float | None
+    turn: TurnFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,27 @@ def rungs_of(ladder: Ladder[Module]) -> Iterator[RungFacts]:
     for rung in ladder:
         if rung.sizes:
             timed = rung.held.schedule is not None and rung.held.cluster is not None
-            yield RungFacts(print_sizes(rung.sizes), max(busy_seconds(rung.held).values()) if timed else None)
+            seconds = max(busy_seconds(rung.held).values()) if timed else None
+            yield RungFacts(print_sizes(rung.sizes), seconds, turn_of(rung.held))
+
+
+def turn_of(module: Module) -> TurnFacts | None:
+    """Return what a turn does with caches, by the operations of a module; None where nothing attends to a cache."""
+    ops = [op for graph in module.graphs.values() for op in graph.ops]
+    puts, attends = ([op for op in ops if op.kind == kind] for kind in ("put", "attend"))
+    if not puts or not attends:
+        return None
+    rows, (sequences, each) = puts[0].ins[0].type.dims[0], attends[0].ins[5].type.dims
+    # A block of a sequence is there once, however often its table names it.
+    blocks = min(sequences * each, attends[0].ins[1].type.dims[0])
+    written = sum(op.ins[0].type.dims[0] * _per_position(op.outs[0]) for op in puts)
+    read = sum(blocks * BLOCK * _per_position(cache) for op in attends for cache in op.ins[1:3])
+    return TurnFacts(rows, sequences, written, blocks, read)
+
+
+def _per_position(cache: Value) -> int:
+    """Return the bytes of one position of a sequence in a cache."""
+    return cache.type.nbytes // (cache.type.dims[0] * BLOCK)
 
 
 def busy_seconds(module: Module) -> dict[int, float]:

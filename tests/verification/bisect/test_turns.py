@@ -160,14 +160,24 @@ def test_views_show_turns(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFi
     rungs = json.loads(capsys.readouterr().out)["rungs"]
     assert [rung["sizes"] for rung in rungs] == ["tokens=1", "tokens=4", "tokens=16", "tokens=20"]
     assert 0 < rungs[0]["seconds"] < rungs[-1]["seconds"]
+    # Two layers have two heads of keys and of values with 16 floats each: 512 bytes for a position. Texts of 20 tokens
+    # have two blocks of 16 positions each.
+    rows, sequences = (1, 4, 16, 20), (1, 2, 2, 2)
+    expected = [(n, s, 512 * n, 2 * s, 512 * 16 * 2 * s) for n, s in zip(rows, sequences, strict=True)]
+    assert [tuple(rung["turn"].values()) for rung in rungs] == expected
     assert main(["inspect", str(bundle)]) == 0
-    assert "4 sizes with code, of which the tables show the largest:\n  tokens=1: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "4 sizes with code, of which the tables show the largest:\n  tokens=1: " in out
+    writes = "2 sequences at most; writes 2.0 KiB to caches, reads at most 32.0 KiB in 4 blocks"
+    assert re.search(rf"^  tokens=4: \S+ ms, {writes}$", out, re.MULTILINE)
     assert main(["inspect", str(bundle), "--memory", "--json"]) == 0
     room = json.loads(capsys.readouterr().out)[0]["caches"]
     page = tmp_path / "r.html"
     assert main(["inspect", str(bundle), "--html", str(page)]) == 0
     held = [room["blocks"], 16, room["bytes"], room["bytes_per_position"]]
     assert f'"caches":{json.dumps(held, separators=(",", ":"))}' in page.read_text()
+    turns = [[rung["sizes"], rung["seconds"], list(turn)] for rung, turn in zip(rungs, expected, strict=True)]
+    assert f'"rungs":{json.dumps(turns, separators=(",", ":"))}' in page.read_text()
 
 
 def test_what_such_a_bundle_is_not_asked(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

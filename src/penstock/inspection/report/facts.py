@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 from penstock.calibration.measured import Measured
@@ -90,7 +91,9 @@ def _summary(material: Material, predicted: Predicted | None) -> dict[str, Any]:
         "schedule": module.schedule.name if module.schedule is not None else None,
         "microbatches": module.schedule.microbatches if module.schedule is not None else None,
         "stages": [[s.index, list(module.devices_of(s.index))] for s in module.stages],
-        "rungs": [[rung.sizes, rung.seconds] for rung in material.rungs],
+        "rungs": [
+            [rung.sizes, rung.seconds, None if rung.turn is None else astuple(rung.turn)] for rung in material.rungs
+        ],
         "caches": _caches(module),
         **({} if predicted is None else _predictions(predicted)),
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from penstock.inspection.flow import FlowLine
 from penstock.inspection.memory import CacheRoom, Curve, HomeRoom
 from penstock.inspection.sources import ONNX, SourceNode
-from penstock.inspection.summary import StageFacts, Summary
+from penstock.inspection.summary import RungFacts, StageFacts, Summary
 from penstock.inspection.weights import Statistics
 from penstock.inspection.why import KernelUse, OperationUse, Why
 from penstock.ir.graph import Module
@@ -53,6 +53,17 @@ _STAGES = (
 )
 
 
+def _turn(rung: RungFacts) -> str:
+    """Say what a turn does with caches; nothing where there are none."""
+    turn = rung.turn
+    if turn is None:
+        return ""
+    return (
+        f", {counted(turn.sequences, 'sequence')} at most; writes {shown_bytes(turn.written)} to caches, reads at most "
+        f"{shown_bytes(turn.read)} in {counted(turn.blocks, 'block')}"
+    )
+
+
 def _summary(facts: Summary, width: int | None) -> Iterator[str]:
     yield (
         f"module {facts.name}: {counted(facts.tensors, 'parameter tensor')} with {facts.parameters:,} elements, facts: "
@@ -69,7 +80,7 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
     if facts.rungs:
         yield f"{counted(len(facts.rungs), 'size')} with code, of which the tables show the largest:"
         times = ["-" if rung.seconds is None else f"{1e3 * rung.seconds:.3f} ms" for rung in facts.rungs]
-        yield from (f"  {rung.sizes}: {time}" for rung, time in zip(facts.rungs, times, strict=True))
+        yield from (f"  {rung.sizes}: {time}{_turn(rung)}" for rung, time in zip(facts.rungs, times, strict=True))
     if facts.stages:
         yield from _stages(facts.stages, width)
     yield ""

@@ -31,12 +31,21 @@ function overviewView() {
       ranks.length ? panel("Devices", table([["rank"], ["stage"], ["time per batch"], ["peak memory"]], ranks.map((rank) => [rank.rank, el("span", {}, rank.stages.map(stageChip)),
         el("span", { class: "with-bar" }, seconds(rank.seconds), bar([[rank.seconds / slowest, stageClass(rank.stage)]], `${percent(rank.seconds / slowest)} of the slowest`)),
         el("span", { class: "with-bar" }, bytes(rank.peak), bar([[rank.peak / room, stageClass(rank.stage)]], `${percent(rank.peak / room)} of the largest`))]), { caption: "Devices" })) : null,
-      summary.rungs.length ? panel(summary.caches ? "Turns" : "Sizes", el("div", {}, table([[summary.caches ? "rows of a turn" : "sizes with code"], ["predicted time"]], summary.rungs.map(([sizes, spent]) => [el("code", {}, sizes), spent === null ? "" : seconds(spent)]), { caption: "Sizes that a bounded dimension has code for" }),
-        summary.caches ? el("p", { class: "hint" }, `Caches: ${plural(summary.caches[0], "block")} of ${summary.caches[1]} positions, ${bytes(summary.caches[2])}; a token takes ${bytes(summary.caches[3])}.`) : null)) : null,
+      summary.rungs.length ? sizesPanel(summary) : null,
       el("div", { class: "columns" },
         panel("Inputs and outputs", el("ul", { class: "plain" }, summary.inputs.map(([name, type]) => el("li", {}, el("code", {}, `%${name} : ${type}`))), summary.outputs.map((name) => el("li", {}, "gives ", el("code", {}, `%${name}`))))),
         panel("Checked after every pass", summary.facts.length ? el("ul", { class: "plain ticks" }, summary.facts.map((fact) => el("li", {}, fact))) : absent("nothing yet")))),
   };
+}
+
+// The sizes that there is code for. Of turns: what one of each size computes, writes to caches, and reads at most.
+function sizesPanel(summary) {
+  const turns = summary.rungs.some(([, , turn]) => turn);
+  const columns = [[turns ? "rows of a turn" : "sizes with code"], ["predicted time"], ...(turns ? [["sequences"], ["written to caches"], ["read of caches"], ["in blocks"]] : [])];
+  const rows = summary.rungs.map(([sizes, spent, turn]) => [el("code", {}, sizes), spent === null ? "" : seconds(spent),
+    ...(turn ? [`up to ${turn[1]}`, bytes(turn[2]), `up to ${bytes(turn[4])}`, `up to ${turn[3]}`] : turns ? ["", "", "", ""] : [])]);
+  return panel(turns ? "Turns" : "Sizes", el("div", {}, table(columns, rows, { caption: "Sizes that a bounded dimension has code for" }),
+    summary.caches ? el("p", { class: "hint" }, `Caches: ${plural(summary.caches[0], "block")} of ${summary.caches[1]} positions, ${bytes(summary.caches[2])}; a token takes ${bytes(summary.caches[3])}. A turn reads most where all its sequences are as long as the context.`) : null));
 }
 
 // What the end of a batch has to wait for, in seconds, as parts of one bar.
