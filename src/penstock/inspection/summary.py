@@ -70,9 +70,8 @@ class MessageFacts:
 
 @dataclass(frozen=True)
 class TurnFacts:
-    """What a turn of one size does with caches: its rows and sequences, the bytes of keys and values that its rows
-    write, and what it reads at most, where sequences are as long as the context: blocks, and their bytes in all
-    layers."""
+    """The use of caches by a turn of one size: its rows and sequences, and the bytes of keys and values that its rows
+    write. Where sequences are as long as the context it reads most: `blocks`, and their bytes in all layers."""
 
     rows: int
     sequences: int
