@@ -431,28 +431,6 @@ def test_layouts_and_collectives_are_tables(browser: Browser, tmp_path: Path) ->
     assert gather(Material(whole.module), plain=True)["sharding"] is None
 
 
-def test_turns_are_a_table_with_what_they_do_with_caches(
-    browser: Browser, facts: dict[str, Any], tmp_path: Path
-) -> None:
-    """Other bounded sizes, which have no caches, are the control."""
-
-    def opened(caches: list[int] | None, rungs: list[object]) -> str:
-        summary = {**facts["summary"], "caches": caches, "rungs": rungs}
-        (tmp_path / "index.html").write_text(render({**facts, "summary": summary}), encoding="utf-8")
-        browser.open(tmp_path / "index.html")
-        assert not browser.complaints()
-        return " ".join(shown(browser, "#view-overview").split())
-
-    turns = [["tokens=1", 1e-3, [1, 1, 512, 2, 16384]], ["tokens=4", 2e-3, [4, 2, 2048, 4, 32768]]]
-    text = opened([4, 16, 32768, 512], turns)
-    assert "tokens=1 1.00 ms up to 1 512 B up to 16.0 KiB up to 2" in text
-    assert "tokens=4 2.00 ms up to 2 2.00 KiB up to 32.0 KiB up to 4" in text
-    assert all(word in text.lower() for word in ("rows of a turn", "written to caches", "read of caches", "in blocks"))
-    text = opened(None, [["batch=1", 1e-3, None], ["batch=2", 2e-3, None]])
-    assert "batch=2 2.00 ms" in text
-    assert "caches" not in text.lower()
-
-
 def test_why_this_plan_has_the_figures_of_its_json(browser: Browser, tmp_path: Path) -> None:
     """Of a plan that was searched for; the controls are the page of another figure, and a plan that was given."""
     rates = (("fast", 2e10), ("slow", 1e10), ("snail", 1e5))
