@@ -39,7 +39,7 @@ from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints
 from penstock.ir.ops.recurrences import find_recurrence
 
 from .ahead import made_ahead
-from .groups import SUMS, KernelGroup, can_sweep, passes_by, swept_by
+from .groups import SUMS, KernelGroup, can_sweep, only_rows_are_multiplied, passes_by, swept_by
 from .widening import widened_later
 
 _EFFECTS = ("accum", "write", "take")
@@ -194,10 +194,18 @@ class _Fuser:
                 inline += 1
 
     def _is_packed(self, op: Op) -> bool:
-        """Return whether the second operand is a variable that never changes, whatever its layout."""
+        """Return whether the second operand is a variable that never changes, whatever its layout; of a lookup, the
+        first, where a product reads the same table."""
+        if op.kind == "gather":
+            return self._looks_up_weight(op)
         if op.kind not in _PACKABLE:
             return False
         return all(self._is_fixed_weight(value) for value in (op.ins[1:] if op.kind == "matmul_q" else op.ins[1:2]))
+
+    def _looks_up_weight(self, op: Op) -> bool:
+        """Return whether rows are looked up in a table of floats that a product reads packed, and nothing else does."""
+        fixed = self._is_fixed(self.makers.get(op.ins[0])) and complete_attrs(op)["axis"] in (0, -2)
+        return fixed and only_rows_are_multiplied(op.ins[0], self.readers)
 
     def _is_fixed_weight(self, value: Value) -> bool:
         if value in self.ahead:

@@ -3,6 +3,7 @@ whether the loops of the group pass over all that the operation reads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.ir.graph import Op, Value
@@ -72,3 +73,24 @@ def can_sweep(group: KernelGroup, op: Op, sweep: Sweep) -> bool:
         for o in group.ops
     )
     return elementwise and any(v in group.reached for v in op.ins)
+
+
+def only_rows_are_multiplied(table: Value, readers: Mapping[Value, Sequence[Op]]) -> bool:
+    """Return whether products with the rows of a table read it, which may be turned for them, and lookups alone
+    otherwise."""
+    products = [(table, True, op) for op in readers[table] if op.kind not in ("gather", "transpose")]
+    for turn in readers[table]:
+        if turn.kind == "transpose":
+            products += [(turn.outs[0], False, op) for op in readers.get(turn.outs[0], ())]
+    return (
+        table.type.rank == 2
+        and bool(products)
+        and all(
+            op.kind == "matmul"
+            and "library" not in op.attrs
+            and bool(op.attrs.get("tb")) == by_rows
+            and op.ins[1] is value
+            and op.ins[0] is not value
+            for value, by_rows, op in products
+        )
+    )

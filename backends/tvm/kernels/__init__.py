@@ -32,6 +32,7 @@ from .conv import conv, windows
 from .conv.integers import choose as byte_conv
 from .elementwise import elementwise, lookup
 from .product import byte_product, gemm, quantised
+from .product.packed_table import packed_tables
 from .recurrent import steps
 from .rows import reduce, rows, scan, select
 
@@ -144,6 +145,11 @@ def _packing_function(group: Fusion, machine: TargetMachine) -> object:
 
 def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:
     """Emit the loops of a group by the generator of its main operation."""
+    with body.giving(packed_tables(body)):
+        _emit_loops(body, generators)
+
+
+def _emit_loops(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:
     if body.loops is None and steps.is_recurrence(body.group):
         steps.emit_recurrence(body)
         return

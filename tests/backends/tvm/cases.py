@@ -161,7 +161,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float | N
     if not expected.dtype.is_floating_point:
         wrong = int((found != expected).sum())
         return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
-    a, b = found.numpy().astype(np.float64), expected.numpy().astype(np.float64)
+    a, b = found.double().numpy(), expected.double().numpy()
     if not np.array_equal(np.isnan(a), np.isnan(b)):
         return "nan in different places"
     if not np.array_equal(np.where(np.isinf(a), np.sign(a), 0), np.where(np.isinf(b), np.sign(b), 0)):

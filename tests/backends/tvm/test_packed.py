@@ -12,6 +12,7 @@ import torch
 
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.group import PACKED
+from penstock.backends.tvm.kernels.product import packed_table
 from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
@@ -229,6 +230,54 @@ def test_one_variable_in_two_orders(tmp_path: Path) -> None:
     graph = w.fused((tokens, x), outs)
     assert packed_kernels(graph) == 2
     assert not compare(build([graph], tmp_path), graph, make_args(graph, np.random.default_rng(6)))
+
+
+TABLES = {
+    "whole panels": (256, 96, "f32"),
+    "ragged": (107, 51, "f32"),
+    "few rows left": (67, 51, "f32"),
+    "rows in blocks": (70, 5000, "f32"),
+    "double precision": (107, 51, "f64"),
+    "half precision": (107, 51, "bf16"),
+}
+
+
+def tied(words: int, width: int, dtype: str, turned: bool) -> Graph:
+    """Rows of a table are looked up, and multiplied."""
+    w = Writer()
+    tokens, x = value("tokens", "i64[3,20]"), value("x", f"{dtype}[9,{width}]")
+    table = w.read("w", f"{dtype}[{words},{width}]")
+    found = w("neg", w("gather", table, tokens))
+    head = w("matmul", x, w("transpose", table, perm=(1, 0))) if turned else w("matmul", x, table, tb=True)
+    return w.fused((tokens, x), (found, head))
+
+
+def tied_case(graph: Graph, words: int) -> list[np.ndarray]:
+    args = make_args(graph, np.random.default_rng(7))
+    # Negative ones count from the end, and the last rows lie in a panel of their own.
+    args[0] = np.random.default_rng(8).integers(-words, words, args[0].shape)
+    args[0].flat[:3] = (0, words - 1, -words)
+    return args
+
+
+@pytest.mark.skipif(machine_of("host").has_tiles, reason="products with tile registers have another order")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n != "few rows left" else ()) for n in TABLES]
+)
+def test_a_tied_table_is_there_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, width, dtype = TABLES[name]
+    for turned in (False, True):
+        graph = tied(words, width, dtype, turned)
+        assert packed_kernels(graph) == 2
+        program = build([graph], tmp_path / f"{turned}")
+        assert program.unread({graph.name: ["w"]}) == {"w"}
+        forms = program._forms.graphs[graph.name].forms
+        assert len({form.key for form in forms}) == 1
+        assert not compare(program, graph, tied_case(graph, words))
+    # The control: the place of the element beside it.
+    right = packed_table._position
+    monkeypatch.setattr(packed_table, "_position", lambda tiled, k, j: right(tiled, (k + 1) % width, j))
+    assert compare(build([graph], tmp_path / "wrong"), graph, tied_case(graph, words))
 
 
 def test_what_changes_is_not_packed_ahead() -> None:

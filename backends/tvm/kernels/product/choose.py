@@ -27,7 +27,7 @@ def emit_product(body: Body, product: Product) -> None:
         tile_product.emit_tile_product(body, p)
     elif 0 < p.k <= SHORT_K and p.b_along_j and p.n >= body.lanes and len(body.group.ops) <= SHORT_K:
         emit_short(body, p)
-    elif p.k > 0 and p.op is not None and prod(p.batch) == 1 and body.takes_packed(p.op):
+    elif is_tiled_ahead(body, p):
         TiledProduct(body, p).run()
     elif is_dots(p):
         emit_dots(body, p)
@@ -35,3 +35,8 @@ def emit_product(body: Body, product: Product) -> None:
         emit_streams(body, p)
     else:
         TiledProduct(body, p).run()
+
+
+def is_tiled_ahead(body: Body, p: Product) -> bool:
+    """Return whether tiles read a right operand that was packed ahead, where none of the loops before them suits."""
+    return p.k > 0 and p.op is not None and prod(p.batch) == 1 and body.takes_packed(p.op)

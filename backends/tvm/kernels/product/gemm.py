@@ -37,6 +37,11 @@ def contiguous(body: Body, value: Value, index: Callable[[Expr], Index], extent:
 
 
 def emit_matmul(body: Body, op: Op) -> None:
+    emit_product(body, product_of(body, op))
+
+
+def product_of(body: Body, op: Op) -> Product:
+    """Return what the loops of a product need to know of its operation."""
     attrs = complete_attrs(op)
     lhs, rhs, out = op.ins[0], op.ins[1], op.outs[0]
     *batch, m, n = out.type.dims
@@ -71,8 +76,8 @@ def emit_matmul(body: Body, op: Op) -> None:
         lambda b, i, k: body.address(lhs, a_index(b, i, k)),
     )
     if batch and prod(rhs_batch) == 1 and not attrs["ta"]:
-        product = _tall(body, op, product, lhs, rhs, a_index, b_index)
-    emit_product(body, product)
+        return _tall(body, op, product, lhs, rhs, a_index, b_index)
+    return product
 
 
 def _tall(

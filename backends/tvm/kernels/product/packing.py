@@ -79,6 +79,11 @@ class ProductPacking:
         """Return the columns of a packed panel: whole vectors."""
         return ceil_div(columns, self.lanes) * self.lanes
 
+    @property
+    def panels_size(self) -> int:
+        """The elements of all panels of B."""
+        return self.p.k * self.padded(self.p.n)
+
     def tile_size(self, k_size: int) -> int:
         """Return the elements from one packed tile of A to the next, with room for vectors that reach past the last
         row."""

@@ -174,7 +174,7 @@ class TiledProduct:
         batches = prod(p.batch)
         work = batches * p.m * p.n * max(p.k, 1)
         if self.ahead and p.op is not None:
-            self.ready = self.body.packed_ahead(p.op, p.k * self.packing.padded(p.n), self.stored, self._fill)
+            self.ready = self.body.packed_ahead(p.op, self.packing.panels_size, self.stored, self._fill)
         whole, tail = divmod(p.m, self.row_block)
         if batches > 1:
             with emit.loop(batches, parallel_if(self.body.machine, work // 8), "b") as b:

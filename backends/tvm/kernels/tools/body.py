@@ -67,7 +67,7 @@ class Body:
 
     def __init__(self, group: Fusion, machine: TargetMachine, *, only_packing: bool = False) -> None:
         self.group, self.machine, self.emit = group, machine, Emitter()
-        self._only_packing = only_packing
+        self.only_packing = only_packing
         self.packing: PackedWeight | None = None
         self.lanes = machine.lanes
         self.functions = Functions(self.emit, machine.lanes)
@@ -456,7 +456,7 @@ class Body:
         assert self.packing is None, "one packed operand is enough"
         value = packed_value(sources[0], dtype, size)
         self.packing = PackedWeight(None, value, sources)
-        if not self._only_packing:
+        if not self.only_packing:
             return self.operand(value)
         fill(self.result(value))
         for source in sources:
