@@ -199,7 +199,9 @@ def test_values_out_of_range_end_the_job_with_their_place(bundle_of, tmp_path, s
     assert str(caught.value).startswith(f"rank {stages - 1}, stage {stages - 1}, action {stages - 1}F4")
     assert str(path) in str(caught.value)
     # What came before is there, and nothing was computed from the bad batch.
-    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [0, 1]
+    # With two ranks the last one may read the bad batch before the first one ends step 1.
+    done = [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert done == [0, 1] or (stages == 2 and done == [0])
     with open_job(bundle.path, timeout=TIMEOUT) as job:
         with pytest.raises(UsageError, match="batch 2: does not fit the model:\n  - labels: sample 0 has the value 7"):
             list(job.run(batches))
