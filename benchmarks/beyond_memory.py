@@ -9,9 +9,11 @@ the rank. What a run of a tiny model takes there is measured first. A quarter of
 model come on top: that is the limit. The losses are compared to the last bit to those of the same stages with all on
 the device and no limit. Under the limit that run has to be ended by the kernel: exit code 1 where it is not.
 
-The way is measured by code of its own before and behind each: two threads, one that reads what a batch copies in and
-one that writes what it copies out, in pieces of 4 MiB past the system's cache. No batch can be faster than that, nor
-than the training without. The larger of the two is the floor of a step, and `reached` is floor / step.
+The way is measured by code of its own in turns with the steps, because a disk changes between minutes: two threads, one
+that reads what a batch copies in and one that writes what it copies out, in pieces of 4 MiB past the system's cache. A
+turn is a measurement and four steps. Copies of the step before may still run when it begins, so it moves all bytes once
+before it measures, and the first step behind it does not count. No batch can be faster than the way, nor than the
+training without. The larger of the two is the floor of the steps of a turn. `reached` is the median of floor / step.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +44,43 @@ from penstock.ir.schedule import COPIES
 from penstock.models import write_gpt
 
 SHARE = 4
+# A turn has so many steps, of which the first does not count. The line that asks for a measurement in front of them.
+TURN, ASK = 5, "turn"
+# The seconds that a run may take.
+LONGEST = 1800
 
 
-def run_in(group: MemoryGroup, bundle: Path, steps: int) -> dict[str, Any] | None:
-    """Train in a group; None where the run was ended."""
+def run_in(
+    group: MemoryGroup, bundle: Path, steps: int, between: Callable[[], None] | None = None
+) -> dict[str, Any] | None:
+    """Train in a group; None where the run was ended. `between` is called in front of each turn, while the run waits."""
     command = [sys.executable, __file__, "--train", str(bundle), "--steps", str(steps), "--group", str(group.path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
-    if done.returncode:
-        print((done.stderr.strip().splitlines() or ["ended without a word"])[-1], file=sys.stderr)
-        return None
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command += ["--turns"] if between is not None else []
+    environment, lines = {**os.environ, "OMP_NUM_THREADS": "1"}, [""]
+    with tempfile.TemporaryFile("w+") as errors:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        with subprocess.Popen(command, text=True, env=environment, **pipes) as run:  # type: ignore[call-overload]
+            limit = threading.Timer(LONGEST, run.kill)
+            limit.start()
+            try:
+                for line in run.stdout:
+                    lines.append(line)
+                    if line.strip() == ASK and between is not None:
+                        between()
+                        print(ASK, file=run.stdin, flush=True)
+            finally:
+                limit.cancel()
+        errors.seek(0)
+        if run.returncode:
+            print((errors.read().strip().splitlines() or ["ended without a word"])[-1], file=sys.stderr)
+            return None
+    answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 
 
-def train(bundle: str, steps: int, group: str) -> None:
-    """Train in a group, and print losses, seconds of a step, and the memory of all processes in the group."""
+def train(bundle: str, steps: int, group: str, turns: bool) -> None:
+    """Train in a group, and print losses, seconds of a step, and the memory of all processes in the group. With `turns`
+    it asks for a measurement in front of each turn, and waits for the answer."""
     enter(group)
     with ps.open(bundle, timeout=300) as job:
         vocab, draw = job.module.vars["wte.weight"].type.dims[0], np.random.default_rng(0)
@@ -67,7 +91,10 @@ def train(bundle: str, steps: int, group: str) -> None:
             return {n: draw.integers(0, vocab, (dims[0] * count, *dims[1:])) for n, dims in shapes.items()}
 
         losses, seconds = list(job.run(iter([batch()]))), []
-        for _ in range(steps - 1):
+        for step in range(steps - 1):
+            if turns and step % TURN == 0:
+                print(ASK, flush=True)
+                sys.stdin.readline()
             given, begun = batch(), time.perf_counter()
             losses += job.run(iter([given]))
             seconds.append(time.perf_counter() - begun)
@@ -101,23 +128,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             images[action.kind] += stage_images(moved, action.stage)[action.item].stored
     cap = row.fixed // SHARE
     way = Way(Path(arguments.out), *images.values())
-    seconds = [way.seconds()]
+    seconds: list[float] = []
+
+    def measure_way() -> None:
+        way.seconds()
+        seconds.append(way.seconds())
+
     limited = MemoryGroup("away", base + cap)
-    found = run_in(limited, away, arguments.steps)
+    found = run_in(limited, away, arguments.steps, measure_way)
     kills = limited.kills
     limited.close()
-    seconds.append(way.seconds())
     free = MemoryGroup("whole")
     expected = run_in(free, whole, arguments.steps)
     free.close()
-    seconds.append(way.seconds())
     control = MemoryGroup("control", base + cap)
     ended = run_in(control, whole, 2) is None and control.kills > 0
     control.close()
     assert expected is not None, "the run without a limit failed"
     without = statistics.median(expected["seconds"])
-    step = statistics.median(found["seconds"]) if found else float("nan")
-    moving = statistics.median(seconds)
+    steps = in_turns(found["seconds"]) if found else []
+    step = statistics.median([one for turn in steps for one in turn] or [float("nan")])
+    reached = [
+        max(floor, without) / statistics.median(turn) for floor, turn in zip(seconds, steps, strict=False) if turn
+    ]
     return {
         "parameters": sum(v.type.size for v in module.vars.values() if v.role == "param"),
         "weights, gradients and state": row.fixed,
@@ -126,16 +159,22 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "planned": curve.memory.peak,
         "copied in and out": list(images.values()),
         "way seconds": seconds,
-        "way bytes per second": sum(way.sizes) / moving,
+        "way bytes per second": sum(way.sizes) / statistics.median(seconds),
         "without": without,
         "elsewhere": step,
-        "reached": max(moving, without) / step,
+        "reached": statistics.median(reached or [float("nan")]),
+        "reached in turns": reached,
         "steps": arguments.steps,
         "same losses": found is not None and found["losses"] == expected["losses"],
         "kills": kills,
         "control ended": ended,
         "turns": [found and found["seconds"], expected["seconds"]],
     }
+
+
+def in_turns(seconds: Sequence[float]) -> list[list[float]]:
+    """Return the steps of each turn that count: all but its first."""
+    return [list(seconds[first + 1 : first + TURN]) for first in range(0, len(seconds), TURN)]
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -167,10 +206,13 @@ def main() -> int:
     parser.add_argument("--json", help="write the figures here, too")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--group", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        train(arguments.train, arguments.steps, arguments.group)
+        train(arguments.train, arguments.steps, arguments.group, arguments.turns)
         return 0
+    if arguments.steps < 3:
+        parser.error("--steps has to be 3 or more: the first step, and the first of a turn, do not count")
     if not os.access(CGROUPS, os.W_OK):
         parser.error(f"{CGROUPS} is no place for memory cgroups of version 1")
     with tempfile.TemporaryDirectory() as folder:

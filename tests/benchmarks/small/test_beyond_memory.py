@@ -24,3 +24,4 @@ def test_a_gpt_of_four_times_the_memory_trains_and_is_ended_without_the_pass(tmp
     assert row["same losses"]
     assert row["control ended"]
     assert row["kills"] == 0
+    assert len(row["reached in turns"]) == len(row["way seconds"]) == 1
