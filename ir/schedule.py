@@ -299,6 +299,10 @@ class Routes:
             for place, rank in enumerate(team)
         }
 
+    def seat(self, rank: int) -> tuple[int, int]:
+        """Return the place of a rank in its team, and how many ranks that has."""
+        return next((team.index(rank), len(team)) for teams in self._teams.values() for team in teams if rank in team)
+
     def source(self, rank: int, phase: str, stage: int, number: int) -> int:
         """Return the rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
         at, place = self._at[rank]

@@ -17,6 +17,7 @@ summand.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
@@ -167,15 +168,31 @@ def check_local(module: Module) -> Iterator[Problem]:
     for value in module.inputs:
         varies[value.name] = frozenset(axis for axes in value.type.axes for axis in axes)
     graphs = [(graph, stage) for graph in module.graphs.values() if (stage := graph_stage(graph.name)) is not None]
+    makers = {value.name: stage for graph, stage in graphs for value in made_values(graph.ops)}
     before: dict[str, frozenset[str]] = {}
     while before != varies:
         before = dict(varies)
         for graph, stage in graphs:
-            _follow(module, graph, varies, axes_of[stage])
+            _follow(module, graph, varies, _seen(module, graph, stage, varies, makers), axes_of[stage])
     alike = _alike_parts(graphs, axes_of)
     for graph, stage in graphs:
-        yield from _same_problems(module, graph, varies, axes_of[stage])
-        yield from _sums_of_the_same(graph, varies, alike, axes_of[stage])
+        seen = _seen(module, graph, stage, varies, makers)
+        yield from _same_problems(module, graph, seen, axes_of[stage])
+        yield from _sums_of_the_same(graph, seen, alike, axes_of[stage])
+
+
+def _seen(
+    module: Module, graph: Graph, stage: int, varies: dict[str, frozenset[str]], makers: Mapping[str, int]
+) -> Mapping[str, frozenset[str]]:
+    """Return what varies of the values of a graph. What comes from a stage with another mesh, and varies along an axis
+    that is not the same here, may vary along all axes that are not the same there."""
+    here, arriving = module.mesh_of(stage).sizes, dict[str, frozenset[str]]()
+    for value in graph.ins:
+        there = module.mesh_of(makers.get(value.name, stage)).sizes
+        unlike = {axis for axis in {*here, *there} if here.get(axis, 1) != there.get(axis, 1)}
+        if lost := varies.get(value.name, frozenset()) & unlike:
+            arriving[value.name] = (varies[value.name] - lost) | {axis for axis in unlike if here.get(axis, 1) > 1}
+    return ChainMap(arriving, varies)
 
 
 def _alike_parts(graphs: Sequence[tuple[Graph, int]], axes_of: Mapping[int, set[str]]) -> dict[str, frozenset[str]]:
@@ -209,13 +226,19 @@ def _sums_of_the_same(
             yield Problem(op_place(graph, i), what, op_window(graph, i))
 
 
-def _follow(module: Module, graph: Graph, varies: dict[str, frozenset[str]], axes: set[str]) -> None:
-    """Add what varies of the values of a graph."""
+def _follow(
+    module: Module,
+    graph: Graph,
+    varies: dict[str, frozenset[str]],
+    seen: Mapping[str, frozenset[str]],
+    axes: set[str],
+) -> None:
+    """Add what varies of the values of a graph, to which values are `seen` as they arrive."""
     for value in graph.ins:
         if value.name.startswith(COORDINATE):
             varies[value.name] = frozenset({value.name.removeprefix(COORDINATE)}) & axes
     for op in graph.ops:
-        here = frozenset[str]().union(*(varies.get(v.name, frozenset()) for v in op.ins))
+        here = frozenset[str]().union(*(seen.get(v.name, frozenset()) for v in op.ins))
         if "var" in op.attrs:
             here |= frozenset(axis for listed in module.vars[op.var].type.axes for axis in listed) & axes
         elif op.kind in _SAME_AFTER:

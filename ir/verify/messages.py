@@ -135,7 +135,13 @@ class _Ends:
 
     def receive(self, step: int, a: Action) -> Iterator[Problem]:
         other = self._other(a)
-        yield from self._message(step, a, known=(a.stage, a.phase, other) in self._arriving)
+        known = (a.stage, a.phase, other) in self._arriving
+        yield from self._message(step, a, known=known)
+        if known and a.peer is not None:
+            (place, size), (there, of) = self._routes.seat(self._rank), self._routes.seat(a.peer)
+            if size == of and place != there:
+                what = f"comes from place {there} of its team, which may have another part; expected place {place}"
+                yield from self._problem("place", step, what)
         for peer in self._members.get(other, ()) if other is not None else ():
             if peer != a.peer and (first := self._done.get((a.kind, a.stage, a.mb, peer, a.end))) is not None:
                 yield from self._problem("twice", step, f"has already come from rank {peer} at step {first}")

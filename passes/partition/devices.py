@@ -8,13 +8,13 @@ A mesh is written `dp=2,tp=2`, the last axis fastest. Without one, the devices o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import REPLICAS, Graph, Mesh, Module, Op, Value
+from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, itemised
 
@@ -54,15 +54,7 @@ def _slowest(team: Sequence[Device]) -> Device:
 
 def mesh_axes(text: str) -> Axes:
     """Return the axes of a mesh that is written `dp=2,tp=2`; none of an empty text."""
-    axes: list[tuple[str, int]] = []
-    for part in text.split(",") if text.strip() else ():
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9]\d{0,8})\s*", part)
-        if match is None or match[1] in dict(axes):
-            raise UsageError(
-                f"bad axis {part.strip()!r} of a mesh in {text!r}", hint="axes and sizes, each axis once: dp=2,tp=2"
-            )
-        axes.append((match[1], int(match[2])))
-    return tuple(axes)
+    return tuple(parse_mesh(text).items()) if text.strip() else ()
 
 
 def unlike_devices(cluster: Cluster, names: Sequence[str], split_at: Sequence[str], mesh: str) -> StageDevices:

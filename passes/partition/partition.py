@@ -47,7 +47,6 @@ from penstock.ir.ops import OPS
 from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.schedules.dealing import shares_of
 from penstock.passes.schedules.schedule import SCHEDULES
-from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
@@ -93,7 +92,7 @@ class PartitionOptions:
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
-    axes = tuple(parse_mesh(options.mesh).items()) if ";" in options.mesh else mesh_axes(options.mesh)
+    axes = mesh_axes(options.mesh)
     cut_into = -(-(len(options.split_at) + 1) // max(1, options.packs))
     wanted = max(1, options.stages, cut_into) * prod(size for _, size in axes)
     cluster = module.cluster or Cluster.local(wanted)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
+from math import lcm, prod
 
 from penstock.ir.graph import BUFFER, CACHE, PARAM, REPLICAS, Module
 from penstock.ir.sharding.splits import UNSPLIT, Split
@@ -28,7 +28,7 @@ Layout = tuple[Split | None, ...]
 
 # Names that an error lists.
 _SHOWN = 8
-_MESH_AXIS = re.compile(r"([A-Za-z_]\w*)=([1-9]\d*)")
+_MESH_AXIS = re.compile(r"([A-Za-z_]\w*)\s*=\s*([1-9]\d{0,8})")
 _WORDS: dict[str, Split | None] = {"?": None, "_": UNSPLIT}
 _DIMENSION = re.compile(r"(?:(-?[1-9]\d*)\*)?((?:/[A-Za-z_]\w*)+)")
 
@@ -44,28 +44,22 @@ class GivenLayout:
 
 def stage_meshes(text: str) -> list[dict[str, int]]:
     """Return the axes of the mesh of every stage, which are written `tp=2;tp=1`; one mesh for all stages otherwise. All
-    stages have the same axis dp, and an axis has one size, or is 1."""
+    stages have the same axis dp."""
     meshes = [_one_mesh(part) for part in text.split(";")]
-    sizes: dict[str, set[int]] = {}
-    for axis in dict.fromkeys(axis for mesh in meshes for axis in mesh):
-        sizes[axis] = {mesh.get(axis, 1) for mesh in meshes}
-    problems = [
-        f"axis {axis} has sizes {' and '.join(map(str, sorted(of_axis)))}: "
-        + ("stages have as many replicas" if axis == REPLICAS else "a stage has one size of it in common, or 1")
-        for axis, of_axis in sizes.items()
-        if len(of_axis if axis == REPLICAS else of_axis - {1}) > 1
-    ]
-    if problems:
-        raise UsageError(f"cannot use the meshes {text!r}:" + itemised(problems))
+    replicas = sorted({mesh.get(REPLICAS, 1) for mesh in meshes})
+    if len(replicas) > 1:
+        listed = " and ".join(map(str, replicas))
+        raise UsageError(f"axis {REPLICAS} has sizes {listed} in the meshes {text!r}: stages have as many replicas")
     return meshes
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Return the axes of a mesh, such as `dp=2,tp=2`, with their sizes; the largest ones where stages have several."""
+    """Return the axes of a mesh, such as `dp=2,tp=2`, with their sizes. Where stages have several, what can be split by
+    their least common multiple can be split on each."""
     axes: dict[str, int] = {}
     for mesh in stage_meshes(text):
         for axis, size in mesh.items():
-            axes[axis] = max(size, axes.get(axis, 1))
+            axes[axis] = lcm(size, axes.get(axis, 1))
     return axes
 
 

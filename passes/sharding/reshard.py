@@ -14,17 +14,20 @@ from penstock.ir.types import TensorType, part_size, place_in_block
 from .building import LocalWriter
 
 
-def resharded(b: LocalWriter, x: Value, before: TensorType, after: TensorType, name: str) -> Value:
-    """Write what brings a local value from one layout to another; the result gets the name."""
+def resharded(
+    b: LocalWriter, x: Value, before: TensorType, after: TensorType, name: str, *, alone: bool = True
+) -> Value:
+    """Write what brings a local value from one layout to another; the result gets the name. `alone`: nothing else reads
+    the value, so that it may get the name itself where nothing moves."""
     at, value = before, x
     for move in moves(before, after, b.sizes):
         value, at = _moved(b, value, at, move), move.after
-    return _named(b, value, name)
+    return _named(b, value, name, mine=alone or value != x)
 
 
-def _named(b: LocalWriter, value: Value, name: str) -> Value:
-    """Return the value under a name: its operation was just written, or it gets a view of its own."""
-    if b.ops and b.ops[-1].outs == (value,):
+def _named(b: LocalWriter, value: Value, name: str, *, mine: bool) -> Value:
+    """Return the value under a name: its operation was just written and is `mine`, or it gets a view of its own."""
+    if mine and b.ops and b.ops[-1].outs == (value,):
         last = b.ops.pop()
         named = Value(name, value.type)
         b.put(last.renamed({value: named}))
