@@ -39,7 +39,7 @@ from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints
 from penstock.ir.ops.recurrences import find_recurrence
 
 from .ahead import made_ahead
-from .groups import SUMS, KernelGroup, can_sweep, only_rows_are_multiplied, passes_by, swept_by
+from .groups import SUMS, KernelGroup, can_sweep, may_look_up_packed, passes_by, swept_by
 from .widening import widened_later
 
 _EFFECTS = ("accum", "write", "take")
@@ -205,7 +205,7 @@ class _Fuser:
     def _looks_up_weight(self, op: Op) -> bool:
         """Return whether rows are looked up in a table of floats that a product reads packed, and nothing else does."""
         fixed = self._is_fixed(self.makers.get(op.ins[0])) and complete_attrs(op)["axis"] in (0, -2)
-        return fixed and only_rows_are_multiplied(op.ins[0], self.readers)
+        return fixed and may_look_up_packed(op, self.readers)
 
     def _is_fixed_weight(self, value: Value) -> bool:
         if value in self.ahead:

@@ -75,19 +75,28 @@ def can_sweep(group: KernelGroup, op: Op, sweep: Sweep) -> bool:
     return elementwise and any(v in group.reached for v in op.ins)
 
 
-def only_rows_are_multiplied(table: Value, readers: Mapping[Value, Sequence[Op]]) -> bool:
-    """Return whether products with the rows of a table read it, which may be turned for them, and lookups alone
-    otherwise."""
+# Elements of a looked-up row lie apart in the order of a product: a lookup of more than this share of the rows would
+# cost more than the memory is worth.
+_FEW_ROWS = 16
+
+
+def may_look_up_packed(lookup: Op, readers: Mapping[Value, Sequence[Op]]) -> bool:
+    """Return whether few rows of a table are looked up, and products with its rows alone read it otherwise. The table
+    may be turned for them."""
+    table, tokens = lookup.ins
     products = [(table, True, op) for op in readers[table] if op.kind not in ("gather", "transpose")]
     for turn in readers[table]:
         if turn.kind == "transpose":
             products += [(turn.outs[0], False, op) for op in readers.get(turn.outs[0], ())]
     return (
         table.type.rank == 2
+        and table.type.dims[1] > 1
+        and 0 < tokens.type.size * _FEW_ROWS <= table.type.dims[0]
         and bool(products)
         and all(
             op.kind == "matmul"
             and "library" not in op.attrs
+            and not op.attrs.get("ta")
             and bool(op.attrs.get("tb")) == by_rows
             and op.ins[1] is value
             and op.ins[0] is not value

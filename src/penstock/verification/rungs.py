@@ -31,7 +31,7 @@ Arrays = Mapping[str, Array]
 
 
 def drawn_request(reference: Module, module: Module, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the inputs of a request that fills a smaller size, and the same request filled up for the model."""
+    """Return the inputs of a request of at most a smaller size, and the same request filled up for the model."""
     samples = SyntheticSamples(reference, seed)
     large = {value.name: np.asarray(samples.microbatch(0, value.name)) for value in reference.data_inputs}
     small = {value.name: _cut(large[value.name], value.type.dims) for value in module.data_inputs}

@@ -242,10 +242,10 @@ TABLES = {
 }
 
 
-def tied(words: int, width: int, dtype: str, turned: bool) -> Graph:
+def tied(words: int, width: int, dtype: str, turned: bool, number: int = 4) -> Graph:
     """Rows of a table are looked up, and multiplied."""
     w = Writer()
-    tokens, x = value("tokens", "i64[3,20]"), value("x", f"{dtype}[9,{width}]")
+    tokens, x = value("tokens", f"i64[{number},1]"), value("x", f"{dtype}[9,{width}]")
     table = w.read("w", f"{dtype}[{words},{width}]")
     found = w("neg", w("gather", table, tokens))
     head = w("matmul", x, w("transpose", table, perm=(1, 0))) if turned else w("matmul", x, table, tb=True)
@@ -274,6 +274,8 @@ def test_a_tied_table_is_there_once(name: str, tmp_path: Path, monkeypatch: pyte
         forms = program._forms.graphs[graph.name].forms
         assert len({form.key for form in forms}) == 1
         assert not compare(program, graph, tied_case(graph, words))
+    # Many rows are looked up where they lie.
+    assert packed_kernels(tied(words, width, dtype, False, words // 16 + 1)) == 1
     # The control: the place of the element beside it.
     right = packed_table._position
     monkeypatch.setattr(packed_table, "_position", lambda tiled, k, j: right(tiled, (k + 1) % width, j))

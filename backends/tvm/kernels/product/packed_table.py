@@ -3,7 +3,7 @@
 In: a `gather` of rows with the mark `packed`. Out: the place of each element of the table among the panels of the
 product `x @ table.T`. The packed operand is that of the product, made by the same function, so a program holds one.
 
-Limit: products with tile registers have another order, and their tables stay where they are.
+Limit: on machines with tile registers products have other orders, and tables stay where they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from tvm import tirx
 
 from penstock.backends.tvm.group import PACKED, Fusion, PackedWeight, packed_value
-from penstock.backends.tvm.kernels.tiles import product as tile_product
 from penstock.backends.tvm.kernels.tools.body import Body
 from penstock.backends.tvm.kernels.tools.elements import Index
 from penstock.backends.tvm.kernels.tools.emit import Expr, load
@@ -33,13 +32,13 @@ def packed_tables(body: Body) -> Mapping[Value, Callable[[Index], Expr]]:
         for op in body.group.ops
         if op.kind == "gather" and op.attrs.get(PACKED) and op.ins[0] in body.group.homes
     }
-    if body.loops is not None or len(tables) != 1:
+    if body.loops is not None or body.machine.has_tiles or len(tables) != 1:
         return {}
     (table,) = tables
     group = _product_group(table, body.group.homes[table])
     inner = Body(group, body.machine, only_packing=body.only_packing)
     product = product_of(inner, group.ops[0])
-    if tile_product.suits(inner, product) or not is_tiled_ahead(inner, product):
+    if not is_tiled_ahead(inner, product):
         return {}
     tiled = TiledProduct(inner, product)
     if body.only_packing:
