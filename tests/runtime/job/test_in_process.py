@@ -432,7 +432,8 @@ def test_a_job_of_one_rank_starts_no_process_unless_something_asks_for_one(bundl
                     np.testing.assert_allclose(found["logits"], logits(x), rtol=1e-5, atol=1e-6)
             assert not np.allclose(job.infer({"x": given[0]})["logits"], logits(given[1][:1]))
             np.testing.assert_array_equal(job.parameters()["w0"], initial_weights(1)["w0"])
-            assert below(os.getpid()) == before
+            # Those that were ending before may be gone.
+            assert not set(below(os.getpid())) - set(before)
             assert not job.workers.process_ids()
             future = job.submit({"x": given[3]})
         # Closing answers what was accepted.
