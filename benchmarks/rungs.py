@@ -14,8 +14,9 @@ alone. `resnet50` is written by the program itself.
 
 `--every` bounds the ratio of every size by calls of the ladder alone. Code for a length takes no less time than code
 for a smaller one: a length that is filled up to a rung takes at most the time of that rung by the time of the rung
-before. Code for rows takes no less time for a row than the best rung does. Of each step whose bound misses the goal,
-the size with the most padding is measured beside a bundle that was compiled for it.
+before. Code for rows takes no less time for a row than the best size does. Of each step whose bound misses the goal,
+the size with the most padding is measured beside a bundle that was compiled for it. A request of every size is compared
+with onnxruntime, in the order of sizes, and the jobs that compilers get meanwhile are counted.
 """
 
 from __future__ import annotations
@@ -78,7 +79,12 @@ def measure(
     options.intra_op_num_threads = arguments.threads
     judge = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     if arguments.every:
+        with Compilers() as compilers:
+            errors = {size: _error_of(ladder, judge, {**dims, name: size}) for size in sizes}
         steps = measured_steps(ladder, [(size, _inputs(judge, {**dims, name: size})) for size in sizes])
+        for step in steps:
+            step["error"] = max(errors[size] for size in range(step["first"], step["last"] + 1))
+            step["compiled"] = compilers.count
         others = [row for row in results.get("steps", []) if row["model"] != model.stem]
         results["steps"] = [*others, *({"model": model.stem, **step} for step in steps)]
         arguments.results.write_text(json.dumps(results, indent=1) + "\n")
@@ -90,9 +96,7 @@ def measure(
         # Each has a folder of its own: a library that was loaded once is not read again from its place.
         exact = ps.load(_compiled(model, fixed, folder / f"exact-{size}", arguments.threads))
         inputs = _inputs(judge, fixed)
-        outputs = [output.name for output in judge.get_outputs()]
-        expected = dict(zip(outputs, judge.run(outputs, inputs), strict=True))
-        error = max(_error(answer, expected) for answer in (ladder(inputs), exact(inputs)))
+        error = max(_error_of(one, judge, fixed) for one in (ladder, exact))
         clock = time.process_time if arguments.threads == 1 else time.perf_counter
         with Compilers() as compilers:
             ours, theirs = _pairs(lambda: ladder(inputs), lambda: exact(inputs), clock)  # noqa: B023
@@ -161,6 +165,13 @@ def _inputs(judge: onnxruntime.InferenceSession, sizes: Mapping[str, int]) -> di
     return inputs
 
 
+def _error_of(ladder: Any, judge: onnxruntime.InferenceSession, sizes: Mapping[str, int]) -> float:
+    """Return the error of one request against onnxruntime."""
+    inputs = _inputs(judge, sizes)
+    outputs = [output.name for output in judge.get_outputs()]
+    return _error(ladder(inputs), dict(zip(outputs, judge.run(outputs, inputs), strict=True)))
+
+
 def _error(answer: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
     """Return the largest difference, by the largest element of each output."""
     return max(float(np.max(np.abs(answer[n] - x)) / max(np.max(np.abs(x)), 1e-30)) for n, x in expected.items())
@@ -227,8 +238,10 @@ def table_of_steps(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...],
         worst = max(mine, key=lambda step: step["ladder_s"] / step["floor_s"])
         sizes = f"{mine[0]['first']} to {mine[-1]['last']}"
         largest = f"{worst['ladder_s'] / worst['floor_s']:.3f} ({worst['first']} to {worst['last']})"
-        lines.append((model, sizes, str(len(mine)), f"{within} of {sum(count.values())}", largest))
-    return ("model", "sizes", "steps", "sizes within 1.1 by the bound", "largest bound"), lines
+        error, compiled = f"{max(step['error'] for step in mine):.1e}", str(max(step["compiled"] for step in mine))
+        lines.append((model, sizes, str(len(mine)), f"{within} of {sum(count.values())}", largest, error, compiled))
+    head = ("model", "sizes", "steps", "sizes within 1.1 by the bound", "largest bound", "largest error", "compiled")
+    return head, lines
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:

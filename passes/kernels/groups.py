@@ -86,7 +86,7 @@ def may_look_up_packed(lookup: Op, readers: Mapping[Value, Sequence[Op]]) -> boo
     table, tokens = lookup.ins
     products = [(table, True, op) for op in readers[table] if op.kind not in ("gather", "transpose")]
     for turn in readers[table]:
-        if turn.kind == "transpose":
+        if turn.kind == "transpose" and turn.attrs["perm"] == (1, 0):
             products += [(turn.outs[0], False, op) for op in readers.get(turn.outs[0], ())]
     return (
         table.type.rank == 2

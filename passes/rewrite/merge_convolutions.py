@@ -23,11 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from penstock.ir.attrs import Attr
-from penstock.ir.graph import ANNOTATIONS, BUFFER, Graph, Module, Namer, Op, Value, Var
+from penstock.ir.graph import BUFFER, Graph, Module, Namer, Op, Value, Var
 from penstock.ir.liveness import drop_dead
-from penstock.ir.ops import OPS, VIEWS, Window, complete_attrs, integer, make, window_of
+from penstock.ir.ops import OPS, VIEWS, Window, complete_attrs, integer, window_of
 from penstock.support.words import counted
+
+from .decompose import Expansion
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,19 +273,8 @@ def _sets(terms: Sequence[_Term]) -> list[tuple[list[_Term], _Grid, tuple[int, .
     return sets
 
 
-class _Emitting:
+class _Emitting(Expansion):
     """The operations in place of a sum, collected as they are emitted."""
-
-    def __init__(self, op: Op, namer: Namer) -> None:
-        self.op, self.namer = op, namer
-        self.ops: list[Op] = []
-        self.annotations: dict[str, Attr] = {k: v for k, v in op.attrs.items() if k in ANNOTATIONS}
-
-    def emit(self, kind: str, *ins: Value, **attrs: Attr) -> Value:
-        name = self.namer.fresh(f"{self.op.outs[0].name}.{kind}")
-        noted = self.annotations if kind != "const" else {}
-        self.ops.append(make(kind, ins, [name], self.op.loc, **attrs, **noted))
-        return self.ops[-1].outs[0]
 
     def read(self, var: Var) -> Value:
         """Emit the read of a variable."""
@@ -297,9 +287,8 @@ class _Emitting:
         total = values[0]
         for value in values[1:]:
             total = self.emit("add", total, value)
-        last = self.ops[-1]
-        assert last.outs == (total,), "the sum is the last operation"
-        return [*self.ops[:-1], Op(last.kind, last.ins, self.op.outs, last.attrs, last.loc)]
+        assert self.ops[-1].outs == (total,), "the sum is the last operation"
+        return self.done()
 
     def merged(self, terms: Sequence[_Term], grid: _Grid, high: tuple[int, ...], biases: Sequence[Value]) -> Value:
         """Emit the convolution that terms become, with its bias and the biases of the sum."""

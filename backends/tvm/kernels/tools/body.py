@@ -159,7 +159,7 @@ class Body:
     @contextmanager
     def giving(self, given: Mapping[Value, Callable[[Index], Expr]]) -> Iterator[None]:
         """Read some values by functions of their own, in place of their operations."""
-        kept, self._given = self._given, given
+        kept, self._given = self._given, {**self._given, **given}
         yield
         self._given = kept
 
