@@ -56,7 +56,8 @@ class SyntheticTurns:
         shares = []
         for s, size in enumerate(np.minimum(sizes, room).tolist()):
             tokens = generator.integers(0, self.words[1] if self.words else 2, size).tolist()
-            first = int(generator.integers(0, room - size + 1)) if s % 2 else 0
+            # A prompt, or what goes on behind earlier positions; so does a token alone.
+            first = int(generator.integers(0, room - size + 1)) if s % 2 or size == 1 else 0
             mine = tuple(blocks[s * each : (s + 1) * each].tolist())
             draw = Draw(s % 2, int(generator.integers(0, 4)), 0.9, int(generator.integers(0, 1 << 32)))
             shares.append(Share(s, tuple(tokens), first, mine, draw, chooses=True))

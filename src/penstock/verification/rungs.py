@@ -1,9 +1,9 @@
 """The comparison of the program of a smaller size with the model at its largest size.
 
 In: the model before it was cut into stages, the program of one size, weights. Out: the first value of the program that
-is off, if a result or a cache is. A request of the smaller size is drawn, and filled up for the model: with rows that
-belong to no sequence of a turn, or with numbers beyond the size that the model is told. The interpreter runs both in
-float64.
+is off, if a result, a cache or what tokens are picked by is. A request of the smaller size is drawn, and filled up for
+the model: with rows that belong to no sequence of a turn, or with numbers beyond the size that the model is told. What
+caches hold before is drawn, too. The interpreter runs both in float64.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ def first_off(
     assert module.schedule is not None
     small, large = drawn_request(reference, module, seed)
     expected, seen, graph = Seen(), Seen(), forward_graph(reference)
+    caches = [name for name, var in module.vars.items() if var.role == CACHE]
+    generator = np.random.default_rng(seed)
+    weights = {**weights, **{name: generator.normal(size=module.vars[name].type.dims) for name in caches}}
     store = DictStore(initial_arrays(reference, weights, list(reference.vars), F64))
     results = run_graph(graph, large, store, F64, partial(expected.watch, graph.name, 0))
     # Every microbatch is the same request.
@@ -58,7 +61,9 @@ def first_off(
     run = run_schedule(module, weights, [batch], watch=seen.watch)
     right = {f"%{value.name}": array for value, array in zip(graph.results, results, strict=True)}
     computed = {f"%{name}": array for name, array in run.outputs[0].items()}
-    caches = [name for name, var in module.vars.items() if var.role == CACHE]
+    theirs, ours = expected.first(), seen.first()
+    for name in {op.ins[0].name for op in graph.ops if op.kind == "pick"} & ours.keys():
+        right[f"%{name}"], computed[f"%{name}"] = theirs[name], ours[name]
     right |= {f"@{name}": store.arrays[name] for name in caches}
     computed |= {f"@{name}": run.variables[name] for name in caches}
     allowed = asked(tolerance) if tolerance is not None else in_float64(module.graphs.values(), 1)
@@ -66,7 +71,6 @@ def first_off(
     wrong = next((name for name, error in errors.items() if not error <= allowed.error), None)
     if wrong is None:
         return None
-    theirs = {name: array for (_, _, name), array in expected.values.items()}
     for key, array in seen.values.items():
         other = theirs.get(key[2])
         if key[1] or other is None or other.ndim != array.ndim or any(np.less(other.shape, array.shape)):

@@ -117,24 +117,25 @@ def test_a_kernel_of_one_size_that_the_compiler_makes_wrong_is_named(
     assert "each kernel of it, compiled now by itself, is right: its code is older" in first
 
 
+# Keys reach the caches, queries nothing but the choice of tokens: by a turn of one token only behind earlier ones.
+@pytest.mark.parametrize(("size", "value"), [(4, "layers.0.attn/out.sub.1"), (1, "layers.0.attn/out.sub")])
 def test_a_program_of_one_size_that_a_pass_makes_wrong_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    size: int, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its code computes what it says, so that only the model tells. The pass exchanges what a rotation subtracts."""
-    value = "layers.0.attn/out.sub.1"
     exchanging = in_graph("s0.F", swapped(value))
 
-    def of_four(module: Module) -> Module:
-        return exchanging(module) if any(bound.size == 4 for bound in module.bounds) else module
+    def of_one_size(module: Module) -> Module:
+        return exchanging(module) if any(bound.size == size for bound in module.bounds) else module
 
     with monkeypatch.context() as patch:
-        in_pass("split", of_four)(patch)
+        in_pass("split", of_one_size)(patch)
         broken = compiled(tmp_path, DecoderForm(bits=4, layers=1))
     assert bisected(broken) == 5
     said = capsys.readouterr()
     first = said.out[said.out.index("first wrong") :]
-    assert re.match(rf"first wrong at tokens=4: its program\n(?s:.*) = sub\((?s:.*)\n  tensor +%{value}\n", first)
-    assert "the program of tokens=4 computes something else than reference.ir" in said.err
+    assert re.match(rf"first wrong at tokens={size}: its program\n(?s:.*) = sub\((?s:.*)\n  tensor +%{value}\n", first)
+    assert f"the program of tokens={size} computes something else than reference.ir" in said.err
 
 
 def test_rows_that_do_not_reach_the_cache_are_told(

@@ -111,6 +111,10 @@ class Seen:
             self.values.setdefault((kind, number, value.name), np.array(array))
             self.makers.setdefault((kind, number, value.name), (graph, op))
 
+    def first(self) -> dict[str, Array]:
+        """Return the values of the first microbatch by name."""
+        return {name: array for (_, number, name), array in self.values.items() if not number}
+
     def spot(self, key: Key, error: float, allowed: Allowed) -> Spot:
         """Return a recorded value that is off, with its maker."""
         graph, op = self.makers[key]
