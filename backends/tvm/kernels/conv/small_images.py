@@ -30,8 +30,9 @@ from penstock.backends.tvm.kernels.tools.transpose import pieces
 
 from .points import is_light
 
-# Threads share so many parts of the filters, or a smaller power of two where there are fewer tiles.
-_TASKS = 8
+# Threads share so many parts of the filters, or a smaller power of two where there are fewer tiles. More threads than
+# that find no work; single ones lose nothing by it.
+_TASKS = 32
 # Positions of larger images are packed in long runs.
 _MOST_POSITIONS = 256
 # Positions of a panel with outputs in lanes.
