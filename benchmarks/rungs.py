@@ -12,9 +12,9 @@ meanwhile. Both bundles are called in turn, and the median of five such pairs co
 in the file: a run that was ended goes on where it was. `--short` measures few sizes, and `--sizes 9,17,100` these
 alone. `resnet50` is written by the program itself.
 
-`--every` bounds the ratio of every size by calls of the ladder alone. Code for a length takes no less time than code
-for a smaller one: a length that is filled up to a rung takes at most the time of that rung by the time of the rung
-before. Code for rows takes no less time for a row than the best size does. Of each step whose bound misses the goal,
+`--every` bounds the ratio of every size by calls of the ladder alone. It takes code for a length to be no faster than
+code for a smaller one: a length that is filled up to a rung then takes at most the time of that rung by the time of the
+rung before. Code for rows is taken to be no faster for a row than the best size is. Of each step whose bound misses the goal,
 the size with the most padding is measured beside a bundle that was compiled for it. A request of every size is compared
 with onnxruntime, in the order of sizes, and the jobs that compilers get meanwhile are counted.
 """
