@@ -191,6 +191,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[st
         ["seconds of the way alone for these copies", f"{statistics.median(found['way seconds']):.2f}"],
         ["seconds of a step under the limit", f"{found['elsewhere']:.2f}"],
         ["floor / step; the goal is 0.8", f"{found['reached']:.2f}"],
+        ["of single turns", " ".join(f"{turn:.2f}" for turn in sorted(found["reached in turns"]))],
         [f"losses of {found['steps']} steps", "the same to the last bit" if found["same losses"] else "DIFFER"],
         ["all on the device under the limit", "ended by the kernel" if found["control ended"] else "NOT ENDED"],
     ]
