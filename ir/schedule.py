@@ -300,8 +300,9 @@ class Routes:
         }
 
     def seat(self, rank: int) -> tuple[int, int]:
-        """Return the place of a rank in its team, and how many ranks that has."""
-        return next((team.index(rank), len(team)) for teams in self._teams.values() for team in teams if rank in team)
+        """Return the place of a rank in its team, and how many ranks that has; none where it is in no team."""
+        teams = [team for teams in self._teams.values() for team in teams if rank in team]
+        return (teams[0].index(rank), len(teams[0])) if teams else (0, 0)
 
     def source(self, rank: int, phase: str, stage: int, number: int) -> int:
         """Return the rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""

@@ -336,9 +336,12 @@ class _ModuleParser:
         number, device, stages = _fullmatch(_PACK, line, "rank NUMBER on DEVICE runs STAGE ...").groups()
         meshes = {mesh.name: mesh.devices for mesh in self.meshes}
         places = {str(stage.index): meshes.get(stage.place, (stage.place,)) for stage in self.stages}
-        if int(number) != len(self.packs) or any(device not in places.get(stage, ()) for stage in stages.split()):
-            raise ValueError(f"expected rank {len(self.packs)}, and stages that lie on {device}")
-        self.packs.append(tuple(map(int, stages.split())))
+        pack = tuple(map(int, stages.split()))
+        # The ranks of a pack come in the order of its devices.
+        at = slice(self.packs.count(pack), self.packs.count(pack) + 1)
+        if int(number) != len(self.packs) or any(places.get(stage, ())[at] != (device,) for stage in stages.split()):
+            raise ValueError(f"expected rank {len(self.packs)}, and stages whose next device is {device}")
+        self.packs.append(pack)
 
     def _input(self, line: str) -> None:
         self.inputs += _parse_values(line[6:])

@@ -24,6 +24,7 @@ from math import prod
 
 from penstock.ir.graph import COORDINATE, REPLICAS, Graph, Module, Op, Value, graph_stage, made_values
 from penstock.ir.ops import OPS, Exact, attrs_of, axes_over, exact_attrs
+from penstock.ir.sharding.between_meshes import moved_axes
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
@@ -185,13 +186,12 @@ def _seen(
     module: Module, graph: Graph, stage: int, varies: dict[str, frozenset[str]], makers: Mapping[str, int]
 ) -> Mapping[str, frozenset[str]]:
     """Return what varies of the values of a graph. What comes from a stage with another mesh, and varies along an axis
-    that is not the same here, may vary along all axes that are not the same there."""
-    here, arriving = module.mesh_of(stage).sizes, dict[str, frozenset[str]]()
+    on which ranks lie elsewhere here, may vary along all such axes."""
+    mesh, arriving = module.mesh_of(stage), dict[str, frozenset[str]]()
     for value in graph.ins:
-        there = module.mesh_of(makers.get(value.name, stage)).sizes
-        unlike = {axis for axis in {*here, *there} if here.get(axis, 1) != there.get(axis, 1)}
-        if lost := varies.get(value.name, frozenset()) & unlike:
-            arriving[value.name] = (varies[value.name] - lost) | {axis for axis in unlike if here.get(axis, 1) > 1}
+        moved = moved_axes(module.mesh_of(makers.get(value.name, stage)), mesh)
+        if lost := varies.get(value.name, frozenset()) & moved:
+            arriving[value.name] = (varies[value.name] - lost) | {a for a in moved if mesh.sizes.get(a, 1) > 1}
     return ChainMap(arriving, varies)
 
 

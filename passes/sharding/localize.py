@@ -38,6 +38,7 @@ from penstock.ir.graph import (
 )
 from penstock.ir.ops import OPS, complete_attrs, integer, ints, make
 from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, TAKERS
+from penstock.ir.sharding.between_meshes import moved_axes
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split as Splitting
 from penstock.ir.sharding.splits import SplitRule, read_split
@@ -128,9 +129,8 @@ def _let_travel(module: Module, graphs: dict[str, Graph], crossing: _Crossing, n
 
 
 def _alike(module: Module, t: TensorType, stage: int, other: int) -> bool:
-    """Return whether two stages have the same sizes of all axes of a type."""
-    here, there = (module.mesh_of(at).sizes for at in (stage, other))
-    return all(here.get(axis, 1) == there.get(axis, 1) for axis in t.every_axis)
+    """Return whether each rank of another stage takes the part that it has to have from the rank at its place."""
+    return moved_axes(module.mesh_of(stage), module.mesh_of(other)).isdisjoint(t.every_axis)
 
 
 def _arriving(t: TensorType, source: Mesh, target: Mesh) -> TensorType | None:

@@ -177,7 +177,7 @@ def _program(module: Module, rank: int, count: int) -> Iterator[list[Action]]:
     nothing behind it, so none waits for ever."""
     assert module.schedule is not None
     stages = sorted(module.rank_packs()[rank])
-    # As many portions as ranks are on their way before a rank goes on with its next stage, as in training.
+    # As many portions as packs are on their way before a rank goes on with its next stage, as in training.
     group = len({*module.packs}) or 1
     m, runners = module.schedule.microbatches, module.schedule.runners()
     routes = Routes(module.schedule)

@@ -23,6 +23,7 @@ from penstock.ir.schedule import Action, Program, Schedule
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import verify
 from penstock.planning.replan import replan
+from penstock.support.errors import ParseError
 
 MEGATRON = ("preset:megatron",)
 
@@ -78,6 +79,8 @@ def test_commands_know_packs_of_teams(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [module.ranks_of(stage) for stage in range(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
     assert module.rank_devices() == [f"cpu:{rank}" for rank in range(8)]
     assert print_module(parse_module(print_module(module))) == print_module(module)
+    with pytest.raises(ParseError, match="stages whose next device is cpu:1"):
+        parse_module(print_module(module).replace("rank 0 on cpu:0 runs", "rank 0 on cpu:1 runs"))
     for view in ("--sharding", "--links", "--memory", "--schedule"):
         assert main(["inspect", str(bundle), view]) == 0
     assert main(["verify", str(bundle), "--steps", "2"]) == 0

@@ -98,6 +98,10 @@ def _split(mesh: str, devices: int, folder: Path, cut: tuple[str, ...], **settin
         ("tp=2;tp=3", 5, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
         ("tp=2;sp=2", 4, OTHER_AXIS, "f32[2,8,48]", "f32[2,8,48]"),
         ("dp=2,tp=2;dp=2,sp=2", 8, OTHER_AXIS, "f32[2,8,48]", "f32[2,8,48]"),
+        # The same axis: at the same coordinate at all places, and at others.
+        ("tp=2;sp=2,tp=2", 6, MEGATRON, "f32[2,8,48]", "f32[2,8,48]"),
+        ("tp=2;tp=2,sp=2", 6, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
+        ("tp=2,sp=2;sp=2,tp=2", 8, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
     ],
 )
 def test_split_values_arrive_on_other_meshes(

@@ -233,5 +233,5 @@ def test_wrong_programs_of_packs_are_refused():
 
 def test_the_text_of_packs_is_checked():
     text = print_module(compiled("zb-v", 2, 2))
-    with pytest.raises(ParseError, match="stages that lie on cpu:0"):
+    with pytest.raises(ParseError, match="stages whose next device is cpu:0"):
         parse_module(text.replace("rank 0 on cpu:0 runs 0 3", "rank 0 on cpu:0 runs 0 1"))
