@@ -50,6 +50,14 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def environment_of(pid: int) -> bytes:
+    """Read the environment of a process: empty while it is being started, once it has ended, and of strangers."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
 def workers(pid: int) -> list[int]:
     """List the ranks of a launcher on one host, which its children fork."""
     return [rank for server in children(pid) for rank in children(server)]
@@ -182,6 +190,8 @@ class Place:
                 start_new_session=True,
                 text=True,
             )
+        # Popen returns before the kernel has laid out the environment, by which `everyone` knows the process.
+        wait_for(lambda: process.poll() is not None or environment_of(process.pid), END_SECONDS)
         return Started([process], [log])
 
     def local(self, *more: str, steps: int | None = None) -> Started:
@@ -211,15 +221,9 @@ class Place:
 
     def everyone(self) -> list[int]:
         """List all processes of this trial that live, whoever their parent is."""
-        mark, found = f"{_TOKEN}={self._token}".encode(), []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                try:
-                    if mark in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:  # it has ended, or is a stranger's
-                    continue
-        return found
+        mark = f"{_TOKEN}={self._token}".encode()
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        return [pid for pid in pids if mark in environment_of(pid)]
 
     def reached(self, after: int, run: Started) -> bool:
         """Wait until a step is told; note a problem where it does not come."""
