@@ -61,6 +61,11 @@ OPS: dict[str, OpDef] = {row.name: row for family in _FAMILIES for row in family
 assert len(OPS) == sum(len(family.ROWS) for family in _FAMILIES), "two rows have one name"
 
 
+def table_of(lookup: Op) -> tuple[Value, ...]:
+    """Return the table of a lookup: one of 8 or 4 bits is whole numbers with their scales, and perhaps zeros."""
+    return lookup.ins[1:] if lookup.kind == "gather_q" else lookup.ins[:1]
+
+
 def complete_attrs(op: Op) -> dict[str, Attr]:
     """Return all attributes of an op with defaults filled in and annotations left out. Raise TypeError for a wrong or
     missing one."""
@@ -208,5 +213,6 @@ __all__ = [
     "layout_of",
     "make",
     "reduced_axes",
+    "table_of",
     "window_of",
 ]

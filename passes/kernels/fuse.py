@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 
 from penstock.ir.graph import Graph, Module, Op, Value, graph_stage
 from penstock.ir.memory.workspace import INLINE, exchanged_values
-from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints
+from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints, table_of
 from penstock.ir.ops.recurrences import find_recurrence
 
 from .ahead import made_ahead
@@ -196,16 +196,17 @@ class _Fuser:
     def _is_packed(self, op: Op) -> bool:
         """Return whether the second operand is a variable that never changes, whatever its layout; of a lookup, the
         first, where a product reads the same table."""
-        if op.kind == "gather":
+        if op.kind in ("gather", "gather_q"):
             return self._looks_up_weight(op)
         if op.kind not in _PACKABLE:
             return False
         return all(self._is_fixed_weight(value) for value in (op.ins[1:] if op.kind == "matmul_q" else op.ins[1:2]))
 
     def _looks_up_weight(self, op: Op) -> bool:
-        """Return whether rows are looked up in a table of floats that a product reads packed, and nothing else does."""
-        fixed = self._is_fixed(self.makers.get(op.ins[0])) and complete_attrs(op)["axis"] in (0, -2)
-        return fixed and may_look_up_packed(op, self.readers)
+        """Return whether rows are looked up in a table that a product reads packed, and nothing else does."""
+        fixed = all(self._is_fixed(self.makers.get(value)) for value in table_of(op))
+        by_rows = op.kind == "gather_q" or complete_attrs(op)["axis"] in (0, -2)
+        return fixed and by_rows and may_look_up_packed(op, self.readers)
 
     def _is_fixed_weight(self, value: Value) -> bool:
         if value in self.ahead:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.ir.graph import Op, Value
-from penstock.ir.ops import OPS, complete_attrs, reduced_axes
+from penstock.ir.ops import OPS, complete_attrs, reduced_axes, table_of
 
 # Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along
 # with.
@@ -81,9 +81,26 @@ _FEW_ROWS = 16
 
 
 def may_look_up_packed(lookup: Op, readers: Mapping[Value, Sequence[Op]]) -> bool:
-    """Return whether few rows of a table are looked up, and products with its rows alone read it otherwise. The table
-    may be turned for them."""
-    table, tokens = lookup.ins
+    """Return whether few rows of a table are looked up, and products with its rows alone read it otherwise."""
+    table, tokens = table_of(lookup), lookup.ins[0 if lookup.kind == "gather_q" else 1]
+    few = 0 < tokens.type.size * _FEW_ROWS <= table[0].type.dims[0]
+    return few and (_only_rows_of(table, lookup, readers) if len(table) > 1 else _only_rows(table[0], readers))
+
+
+def _only_rows_of(table: tuple[Value, ...], lookup: Op, readers: Mapping[Value, Sequence[Op]]) -> bool:
+    """Return the same of a table of 8 or 4 bits, all of which goes to the same products."""
+    users = [op for value in table for op in readers[value]]
+    return any(op.kind == "matmul_q" for op in users) and all(
+        op.kind in ("matmul_q", "gather_q")
+        and op.ins[1:] == table
+        and op.ins[0] not in table
+        and all(op.attrs[name] == lookup.attrs[name] for name in ("bits", "group"))
+        for op in users
+    )
+
+
+def _only_rows(table: Value, readers: Mapping[Value, Sequence[Op]]) -> bool:
+    """Return whether products with the rows of a table, which may be turned for them, and lookups alone read it."""
     products = [(table, True, op) for op in readers[table] if op.kind not in ("gather", "transpose")]
     for turn in readers[table]:
         if turn.kind == "transpose" and turn.attrs["perm"] == (1, 0):
@@ -91,7 +108,6 @@ def may_look_up_packed(lookup: Op, readers: Mapping[Value, Sequence[Op]]) -> boo
     return (
         table.type.rank == 2
         and table.type.dims[1] > 1
-        and 0 < tokens.type.size * _FEW_ROWS <= table.type.dims[0]
         and bool(products)
         and all(
             op.kind == "matmul"

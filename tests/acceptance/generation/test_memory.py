@@ -20,6 +20,7 @@ FORM = DecoderForm(words=20000, heads=16, key_heads=16, size=64, layers=12, wind
 GENERATE = """
 import json, sys
 import penstock as ps
+from penstock.ir.ops import table_of
 from penstock.backends.tvm.run import forms
 from penstock.runtime.job import in_process
 from penstock.runtime.state import held
@@ -34,7 +35,8 @@ if sys.argv[2] == "table":
     unread = in_process.unread_weights
     def looked_up(graphs):
         read = {op.outs[0]: op.var for graph in graphs for op in graph.ops if op.kind == "read"}
-        return {read[op.ins[0]] for graph in graphs for op in graph.ops if op.kind == "gather" and op.ins[0] in read}
+        lookups = [op for graph in graphs for op in graph.ops if op.kind in ("gather", "gather_q")]
+        return {read[value] for op in lookups for value in table_of(op) if value in read}
     kept = lambda program, graphs: unread(program, graphs) - looked_up(graphs)
     held.unread_weights = in_process.unread_weights = kept
 model = ps.load(sys.argv[1])
@@ -54,13 +56,15 @@ def peak_of(bundle: Path, way: str) -> tuple[float, float]:
     return peak, 1.1 * (weights + caches) + LIBRARIES
 
 
-def test_a_tied_table_is_there_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["f32", "int8"])
+def test_a_tied_table_is_there_once(weights: str, tmp_path: Path) -> None:
     """The table that words are looked up in is the head's, too."""
     transformers = pytest.importorskip("transformers")
     # GPT-2 small, whose table is a third of it.
     config = transformers.GPT2Config()
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     words = ["--generate", "--context", "1024", "--sequences", "4", "--jobs", "2"]
+    words += [] if weights == "f32" else ["--weights", weights]
     assert main(["compile", f"hf:{tmp_path / 'model'}", "-o", str(tmp_path / "b"), *words]) == 0
     peak, most = peak_of(tmp_path / "b", "once")
     assert peak <= most

@@ -1,62 +1,101 @@
 """Lookups in a table that a product reads packed, too: a tied embedding is then in memory once.
 
-In: a `gather` of rows with the mark `packed`. Out: the place of each element of the table among the panels of the
-product `x @ table.T`. The packed operand is that of the product, made by the same function, so a program holds one.
+In: a `gather` or `gather_q` of rows with the mark `packed`. Out: the place of each element of the table among the
+panels of the product `x @ table.T`. The packed operand is that of the product, made by the same function, so a program
+holds one.
 
-Limit: on machines with tile registers products have other orders, and tables stay where they are.
+Limit: on machines with tile registers products of floats have other orders, and their tables stay where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from tvm import tirx
 
 from penstock.backends.tvm.group import PACKED, Fusion, PackedWeight, packed_value
 from penstock.backends.tvm.kernels.tools.body import Body
 from penstock.backends.tvm.kernels.tools.elements import Index
-from penstock.backends.tvm.kernels.tools.emit import Expr, load
+from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, load
+from penstock.ir.attrs import Attr
 from penstock.ir.graph import Op, Value
+from penstock.ir.ops import table_of
 from penstock.ir.types import TensorType
 
 from .choose import is_tiled_ahead
 from .gemm import product_of
 from .product import TiledProduct
+from .quantised import emit_matmul_q, rounds_rows, sizes_of
+from .quantised_packing import QuantisedPanels
 
 
 def packed_tables(body: Body) -> Mapping[Value, Callable[[Index], Expr]]:
-    """Return how the elements of a packed table are read, by the table; nothing where the group looks up no such
+    """Return how the elements of a packed table are read, by its values; nothing where the group looks up no such
     table."""
     tables = {
-        op.ins[0]
+        (op.kind, table_of(op)): op
         for op in body.group.ops
-        if op.kind == "gather" and op.attrs.get(PACKED) and op.ins[0] in body.group.homes
+        if op.kind in ("gather", "gather_q") and op.attrs.get(PACKED) and _are_slots(body, table_of(op))
     }
-    if body.loops is not None or body.machine.has_tiles or len(tables) != 1:
+    if body.loops is not None or len(tables) != 1:
         return {}
-    (table,) = tables
-    group = _product_group(table, body.group.homes[table])
-    inner = Body(group, body.machine, only_packing=body.only_packing)
-    product = product_of(inner, group.ops[0])
+    (lookup,) = tables.values()
+    return _quantised(body, lookup) if lookup.kind == "gather_q" else _floats(body, lookup.ins[0])
+
+
+def _are_slots(body: Body, table: tuple[Value, ...]) -> bool:
+    return all(value in body.group.homes for value in table)
+
+
+def _floats(body: Body, table: Value) -> Mapping[Value, Callable[[Index], Expr]]:
+    if body.machine.has_tiles:
+        return {}
+    inner = _product_of_one_row(body, "matmul", (table,), table.type.dims[1], tb=True)
+    product = product_of(inner, inner.group.ops[0])
     if not is_tiled_ahead(inner, product):
         return {}
     tiled = TiledProduct(inner, product)
     if body.only_packing:
         # It ends with the function that packs.
         tiled.run()
-    value = packed_value(table, tiled.stored, tiled.packing.panels_size)
-    body.packing = PackedWeight(None, value, (table,))
-    panels = body.operand(value)
+    panels = _packed(body, (table,), tiled.stored, tiled.packing.panels_size)
     return {table: lambda index: load(panels, _position(tiled, index[1], index[0]))}
 
 
-def _product_group(table: Value, home: str) -> Fusion:
-    """Return the product whose right operand is the table, for one row."""
-    words, width = table.type.dims
-    row = Value("row", TensorType(table.type.dtype, (1, width)))
-    out = Value("out", TensorType(table.type.dtype, (1, words)))
-    product = Op("matmul", (row, table), (out,), {"tb": True, PACKED: True})
-    return Fusion((product,), (out,), homes={table: home})
+def _quantised(body: Body, lookup: Op) -> Mapping[Value, Callable[[Index], Expr]]:
+    table, width = table_of(lookup), lookup.outs[0].type.dims[-1]
+    attrs = {name: lookup.attrs[name] for name in ("bits", "group")}
+    inner = _product_of_one_row(body, "matmul_q", table, width, **attrs)
+    sizes = sizes_of(body.machine, inner.group.ops[0])
+    # Such a processor rounds no rows, so perhaps the product reads the weight as it is.
+    if not rounds_rows(body.machine) or not sizes.size:
+        return {}
+    if body.only_packing:
+        emit_matmul_q(inner, inner.group.ops[0])
+    panels = QuantisedPanels(sizes, _packed(body, table, "i32", sizes.size))
+    reads = (panels.stored, panels.scale, panels.zero)
+    return {value: partial(_at, read) for value, read in zip(table, reads, strict=False)}
+
+
+def _at(read: Callable[[Expr, Expr], Expr], index: Index) -> Expr:
+    column, place = index
+    return read(column, place)
+
+
+def _packed(body: Body, table: tuple[Value, ...], dtype: str, size: int) -> Buffer:
+    value = packed_value(table[0], dtype, size)
+    body.packing = PackedWeight(None, value, table)
+    return body.operand(value)
+
+
+def _product_of_one_row(body: Body, kind: str, table: tuple[Value, ...], width: int, **attrs: Attr) -> Body:
+    """Return the product of one row by the rows of the table."""
+    row = Value("row", TensorType("f32" if len(table) > 1 else table[0].type.dtype, (1, width)))
+    out = Value("out", TensorType(row.type.dtype, (1, table[0].type.dims[0])))
+    product = Op(kind, (row, *table), (out,), {**attrs, PACKED: True})
+    homes = {value: body.group.homes[value] for value in table}
+    return Body(Fusion((product,), (out,), homes=homes), body.machine, only_packing=body.only_packing)
 
 
 def _position(tiled: TiledProduct, k: Expr, j: Expr) -> Expr:

@@ -28,6 +28,7 @@ from penstock.backends.tvm.kernels.tools.arithmetic import absolute, unfolded
 from penstock.backends.tvm.kernels.tools.body import Body, NotOneKernel, parallel_if
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, i32, literal
+from penstock.backends.tvm.target import TargetMachine
 from penstock.ir.graph import Op
 from penstock.ir.interpreter.ops.quantised import LEAST
 from penstock.ir.ops import complete_attrs, integer
@@ -52,25 +53,33 @@ def _spread(value: Expr, lanes: int) -> Expr:
 
 def emit_matmul_q(body: Body, op: Op) -> None:
     """Emit a product by a weight of 8 or 4 bits."""
-    machine, attrs, scales = body.machine, complete_attrs(op), op.ins[2].type
-    depth = 4 if machine.has_byte_products else 2
-    if machine.lanes == 16 and depth == 2 and attrs["act"] == "i8" and not machine.has_words:
+    attrs = complete_attrs(op)
+    if attrs["act"] == "i8" and not rounds_rows(body.machine):
         raise NotOneKernel("the processor multiplies no vectors of 16-bit numbers")
-    x = op.ins[0].type
+    QuantisedProduct(body, op, sizes_of(body.machine, op)).run(str(attrs["act"]))
+
+
+def rounds_rows(machine: TargetMachine) -> bool:
+    """Return whether rows can be rounded to 8 bits, and multiplied as whole numbers."""
+    return machine.lanes < 16 or machine.has_byte_products or machine.has_words
+
+
+def sizes_of(machine: TargetMachine, op: Op) -> QuantisedSizes:
+    """Return the sizes of a product by a weight in groups, and of the packed weight."""
+    attrs, x, scales = complete_attrs(op), op.ins[0].type, op.ins[2].type
     # Without AVX2 there is no instruction that widens halves.
     scale_bytes = ITEM_BYTES[scales.dtype] if machine.lanes > 4 else 4
-    sizes = QuantisedSizes(
+    return QuantisedSizes(
         rows=prod(x.dims[:-1]),
         n=op.ins[1].type.dims[0],
         k=x.dims[-1],
         bits=integer(attrs["bits"]),
         group=integer(attrs["group"]),
         lanes=machine.lanes,
-        depth=depth,
+        depth=4 if machine.has_byte_products else 2,
         scale_bytes=scale_bytes,
         has_zeros=len(op.ins) > 3,
     )
-    QuantisedProduct(body, op, sizes).run(str(attrs["act"]))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The packed order of a weight of 8 or 4 bits, with its scales and zeros, in words of 32 bits.
+"""The packed order of a weight of 8 or 4 bits with its scales and zeros, in words of 32 bits: how it is filled, and how
+lookups read it.
 
 Elements are packed as bytes u = q + 128, or as the halves u of a byte. So u is never negative, and the zero of 8 bits
 grows by 128. A panel has as many columns as a vector has lanes. In it stand `depth` elements of a column side by side,
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
-from penstock.backends.tvm.kernels.tools.emit import SERIAL, Buffer, Expr, ceil_div, i32
+from penstock.backends.tvm.kernels.tools.emit import SERIAL, Buffer, Expr, ceil_div, i32, load
 from penstock.ir.graph import Op
 
 WORD_BYTES = 4
@@ -149,3 +150,52 @@ class QuantisedPacking:
     def _zero(self, j: Expr, g: Expr, w: Expr) -> Expr:
         columns = [self._column(j, w * WORD_BYTES + c) for c in range(WORD_BYTES)]
         return self._joined([tirx.Cast("int32", self.body.at(self.op.ins[3], (c, g))) for c in columns])
+
+
+class QuantisedPanels:
+    """Packed panels that are read one by one, as elements of the weight, its scales and its zeros."""
+
+    def __init__(self, sizes: QuantisedSizes, packed: Buffer) -> None:
+        self.s, self.packed = sizes, packed
+
+    def stored(self, column: Expr, place: Expr) -> Expr:
+        """Return a stored number: an element of 8 bits, or a byte with two of 4."""
+        if self.s.bits == 8:
+            return tirx.Cast("int8", self._element(column, place) - 128)
+        low, high = (self._element(column, place * 2 + half) for half in (0, 1))
+        return tirx.Cast("uint8", tirx.bitwise_or(low, high << i32(4)))
+
+    def scale(self, column: Expr, group: Expr) -> Expr:
+        """Return a scale, in 32 bits."""
+        s = self.s
+        vector = s.scales_at + self._group(column, group) * s.scale_words
+        bits = self._bits(vector, tirx.floormod(column, s.lanes) * s.scale_bytes)
+        if s.scale_bytes == WORD_BYTES:
+            return tirx.reinterpret("float32", bits)
+        half = tirx.Cast("uint16", tirx.bitwise_and(bits, i32(0xFFFF)))
+        return tirx.Cast("float32", tirx.reinterpret("float16", half))
+
+    def zero(self, column: Expr, group: Expr) -> Expr:
+        """Return a zero, as it is stored."""
+        s = self.s
+        vector = s.zeros_at + self._group(column, group) * s.zero_words
+        return tirx.Cast("uint8", tirx.bitwise_and(self._bits(vector, tirx.floormod(column, s.lanes)), i32(255)))
+
+    def _group(self, column: Expr, group: Expr) -> Expr:
+        """Return the number of the vector with the scales or zeros of a group of a panel."""
+        return tirx.floordiv(column, self.s.lanes) * self.s.groups + group
+
+    def _element(self, column: Expr, k: Expr) -> Expr:
+        """Return an element as it is packed."""
+        s = self.s
+        step, inside = tirx.floordiv(k, s.step), tirx.floormod(k, s.step)
+        vector = tirx.floordiv(column, s.lanes) * s.panel_words + step * s.words
+        bits = self._bits(vector, tirx.floormod(column, s.lanes) * s.depth + tirx.floormod(inside, s.depth))
+        if s.bits == 8:
+            return tirx.bitwise_and(bits, i32(255))
+        return tirx.bitwise_and(bits >> (tirx.floordiv(inside, s.depth) * 4), i32(15))
+
+    def _bits(self, vector: Expr, byte: Expr) -> Expr:
+        """Return the word that holds a byte of a vector, with that byte lowest."""
+        word = load(self.packed, vector + tirx.floordiv(byte, WORD_BYTES))
+        return word >> (tirx.floormod(byte, WORD_BYTES) * 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from penstock.backends.numpy_backend import NumpyProgram
+from penstock.backends.tvm.group import PACKED
+from penstock.backends.tvm.kernels.product.quantised_packing import QuantisedPanels
 from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import Graph, Module, Op, Value, Var
@@ -46,7 +49,7 @@ def linear(
 def operands(graph: Graph, seed: int = 1) -> list[torch.Tensor]:
     """x, and every element that a weight can have."""
     rng = np.random.default_rng(seed)
-    (x,) = graph.ins
+    x = graph.ins[-1]
     reads = [op.outs[0].type for op in graph.ops if op.kind == "read"]
     drawn = [torch.tensor(rng.standard_normal(x.type.dims).astype(np.float32))]
     for i, t in enumerate(reads):
@@ -60,7 +63,7 @@ def operands(graph: Graph, seed: int = 1) -> list[torch.Tensor]:
 
 
 def graph_bits(graph: Graph) -> int:
-    return next(int(op.attrs["bits"]) for op in graph.ops if op.kind == "matmul_q")  # type: ignore[call-overload]
+    return next(int(op.attrs["bits"]) for op in graph.ops if op.kind in ("matmul_q", "gather_q"))  # type: ignore[call-overload]
 
 
 def expected(graph: Graph, args: list[torch.Tensor]) -> torch.Tensor:
@@ -140,3 +143,71 @@ def test_control_wrong_scales_and_swapped_halves_are_noticed(bits: int, tmp_path
     assert difference(program.call(graph.name, [x, q, scales.roll(1, 1), bias])[0], right, LIMIT)
     swapped = (q >> 4) | (q << 4) if bits == 4 else q.roll(1, 1)
     assert difference(program.call(graph.name, [x, swapped, scales, bias])[0], right, LIMIT)
+
+
+# ------------------------------------------------------------------------------------------------ tied tables
+
+
+def tied(words: int, width: int, scale: str, *, bits: int, zeros: bool, number: int = 2) -> Graph:
+    """Rows of a table are looked up, and multiplied."""
+    tokens, x = value("tokens", f"i64[{number},1]"), value("x", f"f32[3,{width}]")
+    types = {"q": f"i8[{words},{width}]" if bits == 8 else f"u8[{words},{width // 2}]"}
+    types |= {"s": f"{scale}[{words},{width // 32}]"} | ({"z": f"u8[{words},{width // 32}]"} if zeros else {})
+    variables = {name: Var(name, parse_type(text), "param") for name, text in types.items()}
+    ops = [Op("read", (), (Value(name, var.type),), {"var": name}) for name, var in variables.items()]
+    table = [op.outs[0] for op in ops]
+    ops.append(make("gather_q", [tokens, *table], ["row"], bits=bits, group=32))
+    ops.append(make("neg", ops[-1].outs, ["found"]))
+    ops.append(make("matmul_q", [x, *table], ["head"], bits=bits, group=32, act="i8"))
+    graph = Graph("s0.F", (tokens, x), (ops[-2].outs[0], ops[-1].outs[0]), tuple(ops), ())
+    return fuse(Module("m", graphs={graph.name: graph}, vars=variables), FuseOptions()).graphs[graph.name]
+
+
+def tied_operands(graph: Graph) -> list[torch.Tensor]:
+    """The last row and the first one, counted from the end, then those of a product."""
+    x, *table = operands(graph)
+    words = table[0].shape[0]
+    return [torch.tensor([[words - 1], [-words]]), x, *table]
+
+
+def packed_kernels(graph: Graph, target: str = "host") -> int:
+    return sum(step.kernel.packing is not None for step in plan_kernels(graph, machine_of(target)).steps)
+
+
+@pytest.mark.parametrize(
+    "target", ["host", "x86-64-v2", *(pytest.param(t, marks=pytest.mark.slow) for t in ("portable", "skylake-avx512"))]
+)
+@pytest.mark.parametrize(
+    ("bits", "zeros", "scale"), [(8, False, "f16"), (8, True, "f32"), (4, False, "f16"), (4, True, "f16")]
+)
+def test_a_tied_table_is_there_once(
+    bits: int, zeros: bool, scale: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are looked up in the panels of the product, the last ones too; what is looked up is exact."""
+    graph = tied(107, 96, scale, bits=bits, zeros=zeros)
+    assert packed_kernels(graph, target) == 2
+    program, args = build([graph], tmp_path, target), tied_operands(graph)
+    assert program.unread({graph.name: ["q", "s"]}) == {"q", "s"}
+    assert len({form.key for form in program._forms.graphs[graph.name].forms}) == 1
+    (row, head), (right, numbers) = program.call(graph.name, args), NumpyProgram([graph]).call(graph.name, args)
+    assert torch.equal(row, right)
+    assert not difference(head, numbers, LIMIT)
+    # The control: the element beside it.
+    place = QuantisedPanels._element
+    monkeypatch.setattr(QuantisedPanels, "_element", lambda panels, column, k: place(panels, column, (k + 1) % 96))
+    assert not torch.equal(build([graph], tmp_path / "wrong", target).call(graph.name, args)[0], right)
+
+
+def test_tables_that_are_looked_up_where_they_lie() -> None:
+    """Many rows, a table that is not multiplied, and one that is read as it is, too."""
+    table = {"bits": 8, "zeros": False}
+    assert packed_kernels(tied(107, 128, "f16", **table)) == 2
+    assert packed_kernels(tied(107, 128, "f16", number=7, **table)) == 1
+    graph = tied(107, 128, "f16", **table)
+    alone = replace(graph, ops=tuple(op for op in graph.ops if op.kind != "matmul_q"), outs=graph.outs[:1])
+    whole = make("cast", [graph.ops[0].outs[0]], ["whole"], dtype="i32")
+    beside = replace(graph, ops=(*graph.ops, whole), outs=(*graph.outs, *whole.outs))
+    for other in (alone, beside):
+        variables = {op.var: Var(op.var, op.outs[0].type, "param") for op in graph.ops if op.kind == "read"}
+        fused = fuse(Module("m", graphs={other.name: other}, vars=variables), FuseOptions()).graphs[other.name]
+        assert not any(op.attrs.get(PACKED) for op in fused.ops if op.kind == "gather_q")
