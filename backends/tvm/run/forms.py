@@ -90,10 +90,13 @@ class _HeldGraph:
 
 
 class PackedForms:
-    """The packed operands of all graphs of a program. `sizes` are the bytes of the slots of each graph."""
+    """The packed operands of all graphs of a program. `sizes` are the bytes of the slots of each graph; `forget` calls
+    the machine for a small result."""
 
-    def __init__(self, graphs: Mapping[str, GraphForms], sizes: Mapping[str, Sequence[int]]) -> None:
-        self.graphs, self._sizes = graphs, sizes
+    def __init__(
+        self, graphs: Mapping[str, GraphForms], sizes: Mapping[str, Sequence[int]], forget: Callable[[], object]
+    ) -> None:
+        self.graphs, self._sizes, self._forget = graphs, sizes, forget
         self._made: dict[tuple[str, tuple[int, ...]], _MadeOperand] = {}
         self._held: dict[str, _HeldGraph] = {}
         self._area: Any = None
@@ -133,15 +136,20 @@ class PackedForms:
             # A variable was let go before there is a second copy of what was made of it.
             kept += operand.move(self._pages)
             if kept > _KEPT:
-                give_back()
+                self._give_back()
                 kept = 0
             for graph, number in places:
                 operands[graph][number] = operand.operand
         if kept:
-            give_back()
+            self._give_back()
         for graph, listed in slots.items():
             at = {place: addresses[listed[place]] for form in self.graphs[graph].forms for place in form.slots}
             self._held[graph] = _HeldGraph(dict(sorted(at.items())), operands[graph])
+
+    def _give_back(self) -> None:
+        """Give back memory in which no operand is any more. A machine holds its last result until the next one."""
+        self._forget()
+        give_back()
 
     def _tasks(self, slots: Mapping[str, Sequence[Name]]) -> dict[tuple[str, tuple[Name, ...]], list[tuple[str, int]]]:
         """Return the operands to be made, by key and variables, each with the places that take it. Those of the largest

@@ -112,15 +112,20 @@ class TvmProgram:
         self._taken = torch.utils.dlpack.from_dlpack
         packing = [g.name for g in graphs if has_packed(g)]
         self._forms = PackedForms(
-            {name: self._forms_of(name) for name in packing}, {n: self._sizes(n) for n in packing}
+            {name: self._forms_of(name) for name in packing},
+            {name: self._sizes(name) for name in packing},
+            lambda: self._description(packing[0]),
         )
         # Iterating over results in TVM's own array costs as much as a small kernel.
         self._item: Any = get_global_func("ffi.ArrayGetItem")
 
     def _forms_of(self, graph: str) -> GraphForms:
-        name = function_name(graph)
-        text = self._taken(self._machine[pack_name(name)]())
+        name, text = function_name(graph), self._taken(self._description(graph))
         return forms_of(bytes(text.tolist()), lambda number: self._machine[pack_name(name, number)])
+
+    def _description(self, graph: str) -> Any:
+        """Return what the library says of the operands of a graph."""
+        return self._machine[pack_name(function_name(graph))]()
 
     def _sizes(self, graph: str) -> list[int]:
         """Return the bytes of each slot of a graph."""
