@@ -284,6 +284,25 @@ def moves_of_state(layers: int, offload: str = "state", **options: object) -> st
     return block(textwrap.fill("rank 0 batch: " + " ".join(shown), 100, subsequent_indent="  "))
 
 
+def prices_of_fates() -> str:
+    """The argument of a plan under a limit of memory for what it moves and computes again."""
+    import tempfile
+    from dataclasses import replace
+
+    import penstock as ps
+    from penstock.ir.cluster.cluster import Space
+    from penstock.models import write_mlp
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [512] * 6, batch=256))
+    local = ps.Cluster.local(1, threads=(1,))
+    small = replace(local, devices=(replace(local.devices[0], spaces=(("ram", 59 << 20),)),), spaces=(Space("disk"),))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=5)
+    prices = ps.plan(model, small, training, schedule="gpipe", offload="auto").prices
+    assert prices is not None
+    return block("\n".join(line for line in prices.lines() if ": no plan by " not in line))
+
+
 def commands() -> str:
     """The first lines of `penstock --help`."""
     from penstock.commands.parser import command_line
@@ -355,6 +374,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "moves-of-sets": lambda: moves_of_state(9, "activations", schedule="gpipe", split_at=["fc5.product"]),
     "moves-of-chunks": lambda: moves_of_state(9, split_at=["fc5.product"]),
+    "prices-of-fates": prices_of_fates,
     "sinks": lambda: docstring("penstock.runtime.telemetry.sinks", "tensorboard:DIR", "Where PENSTOCK"),
     "cluster-file": lambda: docstring("penstock.ir.cluster.file", "[[device]]", "Numbers are in bytes"),
     "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),

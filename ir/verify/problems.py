@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.ir.graph import Graph
 from penstock.ir.schedule import Action
@@ -24,8 +25,9 @@ class Problem:
     what: str
     excerpt: str = ""
     hint: str = ""
-    # The module is right, but a device is too small for it.
+    # The module is right, but a device is too small for it; the bytes that it would have to have, by its name.
     memory: bool = False
+    needs: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         parts = (
@@ -38,7 +40,8 @@ class Problem:
 
 def to_error(name: str, problems: Sequence[Problem]) -> VerifyError | DoesNotFit:
     """Return one error for all problems of module `name`: DoesNotFit when all of them are of memory."""
-    kind = DoesNotFit if all(problem.memory for problem in problems) else VerifyError
+    needs = dict(need for problem in problems for need in problem.needs)
+    kind = partial(DoesNotFit, needs=needs) if all(problem.memory for problem in problems) else VerifyError
     if len(problems) == 1:
         (only,) = problems
         return kind(

@@ -385,4 +385,5 @@ def _check_budget(module: Module) -> Iterator[Problem]:
                 what,
                 hint="more stages, fewer microbatches in flight or smaller microbatches need less",
                 memory=True,
+                needs=((name, total),),
             )

@@ -84,6 +84,7 @@ class _Choice:
         # The refusals of stages that do not fit, and how far each is from fitting, by rank.
         self.problems: dict[tuple[int, ...], str] = {}
         self.excess: dict[int, float] = {}
+        self.needs: dict[str, int] = {}
 
     def take(self, stage: int) -> None:
         """Choose for a stage."""
@@ -133,8 +134,11 @@ class _Choice:
         self.problems.pop(ranks, None)
         for other in {s for rank in ranks for s in self.module.schedule.stages_of(rank)}:
             self.excess.pop(other, None)
+        for name in self.module.devices_of(stage):
+            self.needs.pop(name, None)
         if chosen.peak > budget:
             self.excess[stage] = chosen.peak / budget
+            self.needs |= dict.fromkeys(self.module.devices_of(stage), chosen.peak)
             self.problems[ranks] = (
                 f"stage {stage} on {', '.join(self.module.devices_of(stage))} needs {exact_bytes(chosen.peak)} at the "
                 f"worst moment, even if {len(chosen.dropped)} operations are done again; it has {exact_bytes(budget)}"
@@ -146,7 +150,7 @@ class _Choice:
         if self.problems:
             hint = "more stages, fewer microbatches in flight or smaller microbatches (--dim) need less"
             what = "no plan fits into memory:" + itemised(list(self.problems.values()))
-            raise DoesNotFit(what, hint=hint, excess=self.excess)
+            raise DoesNotFit(what, hint=hint, excess=self.excess, needs=self.needs)
         return self.module.noted("recompute", *self.notes) if self.notes else self.before
 
 

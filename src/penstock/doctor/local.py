@@ -57,7 +57,7 @@ def measured_cluster(cluster: Cluster, say: Say = lambda text: None) -> Cluster:
     """Return the cluster with measured rates of its CPU devices, if they are those that `Cluster.local` guesses. A
     measurement that fails is told, and the guesses stay."""
     guesses = [device for device in cluster.devices if device.kind == "cpu"]
-    if not _is_wanted() or not guesses or guesses != list(Cluster.local(len(guesses)).devices):
+    if not is_wanted() or not guesses or guesses != list(Cluster.local(len(guesses)).devices):
         return cluster
     threads, count = guesses[0].threads, min(len(guesses), machine.usable_cores(), _MOST)
     store = Cache(cache_folder(), 1 << 20, part="rates")
@@ -75,7 +75,8 @@ def measured_cluster(cluster: Cluster, say: Say = lambda text: None) -> Cluster:
     return _with_measured(cluster, rates)
 
 
-def _is_wanted() -> bool:
+def is_wanted() -> bool:
+    """Return whether this machine shall be measured, and there is a place to keep the result."""
     choice = os.environ.get("PENSTOCK_RATES") or MEASURED
     if choice not in (MEASURED, ASSUMED):
         raise UsageError(f"bad PENSTOCK_RATES {choice!r}", hint=f"{MEASURED} or {ASSUMED}")

@@ -8,6 +8,7 @@ search        lets the planner choose; tries are the plans it chooses among, cho
 predict       the predictions of the simulator for a plan
 facts         a plan as plain data; explain shows the same as text
 plan_file     a plan as a file that people edit
+offloading    what is elsewhere or computed again, chosen by price
 hints         placement hints of models
 build         compiles a plan into a bundle
 replan        plans a bundle anew for other devices

@@ -42,6 +42,8 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
     for note in module.notes:
         if note.origin in ("placement", "partition", "schedule", "recompute"):
             yield f"{note.origin}: {note.text}"
+    if plan.prices is not None:
+        yield from plan.prices.lines()
     yield from _pace(predicted)
     yield from _rates(module)
     if searched and plan.search is not None:

@@ -9,7 +9,16 @@ from itertools import combinations
 from typing import Any
 
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.cluster.cluster import CLASSES, MEASURED, THREAD_FLOPS, Cluster, Device, Space, class_between
+from penstock.ir.cluster.cluster import (
+    CLASSES,
+    MEASURED,
+    SPACE_WAY,
+    THREAD_FLOPS,
+    Cluster,
+    Device,
+    Space,
+    class_between,
+)
 from penstock.ir.cluster.gpus import usual_settings
 from penstock.ir.graph import Module
 from penstock.passes.communicate.wire import WireOptions
@@ -148,8 +157,9 @@ def _offload_facts(module: Module, calls: Sequence[Call]) -> dict[str, Any]:
         return {}
     homes = (*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages))
     home = next(filter(None, homes), options.space)
-    # A space of the cluster file goes by its name; one that --spill made has a folder and nothing else.
-    folders = [s.path for s in module.cluster.spaces if s == Space(home, path=s.path) and "/" in s.path]
+    # A space of the cluster file goes by its name; one that --spill made has a folder and a bandwidth, nothing else.
+    plain = [replace(space, bandwidth=SPACE_WAY[0], latency=SPACE_WAY[1]) for space in module.cluster.spaces]
+    folders = [space.path for space in plain if space == Space(home, path=space.path) and "/" in space.path]
     return {"offload": options.what, "spill": folders[0] if folders else options.space}
 
 

@@ -21,6 +21,8 @@ WEIGHTS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 # What may be in another memory space between its uses.
 OFFLOADS = ("none", "state", "activations", "both", "weights", "all")
+# The setting that leaves it to prices: the fastest of these that fits.
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ class PlanOptions:
         "none",
         "what is in another memory space between its uses: nothing, optimiser state, of which a few chunks are on the "
         "device at once, what forwards saved until the backward (activations), both, weights with gradients and state "
-        "of all stages of a device but two (weights), or all (default: none)",
-        choices=OFFLOADS,
+        "of all stages of a device but two (weights), or all; auto: the fastest of these that fits (default: none)",
+        choices=(*OFFLOADS, AUTO),
         rare=True,
     )
     spill: str = setting(

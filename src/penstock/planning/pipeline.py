@@ -52,9 +52,11 @@ def _head(calls: Sequence[Call]) -> int:
     return next(i for i, call in enumerate(calls) if call.name in _OF_DEVICES)
 
 
-def prepare(model: Model, cluster: Cluster, options: PlanOptions) -> Module:
-    """Run the passes on the whole model that come before those for stages, for inference."""
-    module, calls = _pipeline(model, cluster, None, options, ())
+def prepare(model: Model, cluster: Cluster, options: PlanOptions, training: Training | None = None) -> Module:
+    """Run the passes on the whole model that come before those for stages."""
+    if training is not None:
+        options = replace(options, microbatches=training.microbatches)
+    module, calls = _pipeline(model, cluster, training, options, ())
     return run_passes(module, calls[: _head(calls)], PASSES)
 
 
@@ -80,7 +82,7 @@ def plan_model(
     steps = _Steps(model, options, len(options.devices) or options.stages or len(cluster.devices), layouts)
     if prepared is not None:
         steps.calls += calls[: _head(calls)]
-        module, calls = prepared.module, prepared.begin(calls)
+        module, calls = prepared.module.but(cluster=module.cluster), prepared.begin(calls)
     watcher = feedback.watcher
     done = run_passes(module, calls, PASSES, dump=watcher, progress=feedback.progress, before=steps.look)
     done = done.noted("placement", *steps.notes)
@@ -160,7 +162,7 @@ def _pipeline(
         weights=WEIGHTS[options.weights],
         packs=options.packs,
         offload=options.offload,
-        space=options.spill if "/" not in options.spill else SPILL,
+        space=_space_name(cluster, options.spill),
         zero=options.zero,
     )
     if training is not None and options.weights != "f32":
@@ -179,6 +181,15 @@ def _pipeline(
     return module, training_pipeline(training.pass_options(), cuts, settings)
 
 
+def _space_name(cluster: Cluster, spill: str) -> str:
+    """Name the space that `spill` stands for; nothing where that is the first of the cluster."""
+    own_space = space_of(spill)
+    if own_space is None or not own_space.path:
+        return spill
+    known = _known(cluster, own_space)
+    return SPILL if known is None else known.name
+
+
 def _with_space(cluster: Cluster, options: PlanOptions) -> Cluster:
     """Return the cluster with the memory space that `spill` names by its folder, or a space for temporary files where
     one is needed and there is none."""
@@ -186,9 +197,26 @@ def _with_space(cluster: Cluster, options: PlanOptions) -> Cluster:
         if options.spill:
             raise UsageError("--spill says where what --offload moves is", hint="add --offload state")
         return cluster
-    if "/" in options.spill:
-        return replace(cluster, spaces=(Space(SPILL, path=options.spill), *cluster.spaces))
-    return cluster if cluster.spaces or options.spill else replace(cluster, spaces=(Space(SPILL),))
+    own_space = space_of(options.spill)
+    return (
+        cluster
+        if own_space is None or _known(cluster, own_space)
+        else replace(cluster, spaces=(own_space, *cluster.spaces))
+    )
+
+
+def space_of(spill: str) -> Space | None:
+    """Return the memory space that `spill` makes: one in its folder, or for temporary files if it is empty; None where
+    it names a space of the cluster."""
+    return None if spill and "/" not in spill else Space(SPILL, path=spill)
+
+
+def _known(cluster: Cluster, own_space: Space) -> Space | None:
+    """Return the space of a cluster in that folder, the first one where none is named."""
+    return next(
+        (space for space in cluster.spaces if not own_space.path or (space.path, space.host) == (own_space.path, "")),
+        None,
+    )
 
 
 def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:

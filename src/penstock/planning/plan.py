@@ -17,6 +17,7 @@ from penstock.support.words import counted
 from .choice import Search
 from .facts import describe_plan
 from .model import Model
+from .offloading.prices import FatePrices
 from .predict import Predicted, predict
 
 
@@ -33,6 +34,8 @@ class Plan:
     search: Search | None = None
     # The programs of all sizes, where dimensions are bounded; `module` is that of the largest.
     ladder: Ladder[Module] | None = None
+    # The prices of what could be elsewhere or computed again, where they chose (`--offload auto`).
+    prices: FatePrices | None = None
 
     def __repr__(self) -> str:
         return f"<{plan_line(self.module)}>"
@@ -52,6 +55,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: the same facts as `notes`, for programs, and its predicted times."""
         facts = describe_plan(self.module, self.reference, self.calls, self.predicted, self.search)
+        if self.prices is not None:
+            facts["prices"] = self.prices.as_dict()
         if self.ladder is not None:
             facts["rungs"] = [{"sizes": dict(rung.sizes), "seconds": predict(rung.held).step} for rung in self.ladder]
         return facts

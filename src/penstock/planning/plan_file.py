@@ -42,7 +42,7 @@ _READ = (
     "zero",
     "stages",
 )
-_TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted", "rates")
+_TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted", "prices", "rates")
 _CHOICES: dict[str, Iterable[str]] = {
     "recompute": MODES,
     "precision": PRECISIONS,

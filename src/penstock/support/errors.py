@@ -56,15 +56,22 @@ class DoesNotFit(PenstockError):
     """The error that no plan meets the limits of memory or devices.
 
     `excess` says, for stages that do not fit, how many times the memory of their device they need, where that is known.
+    `needs` are the bytes that devices would have to have, by their names, where that is known.
     """
 
     exit_code = 4
 
     def __init__(
-        self, what: str, *, where: str = "", hint: str = "", excess: Mapping[int, float] | None = None
+        self,
+        what: str,
+        *,
+        where: str = "",
+        hint: str = "",
+        excess: Mapping[int, float] | None = None,
+        needs: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(what, where=where, hint=hint)
-        self.excess = excess or {}
+        self.excess, self.needs = excess or {}, needs or {}
 
 
 class VerifyError(PenstockError):

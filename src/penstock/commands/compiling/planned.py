@@ -139,8 +139,15 @@ def _measured(arguments: Namespace, cluster: Cluster) -> Cluster:
     """Return the cluster with measured rates where no file has any. It takes seconds, so errors of the arguments and of
     the model's file are told before; of what is imported only afterwards (--batch), those of its dimensions."""
     from penstock.doctor.local import measured_cluster  # lazy: heavy
+    from penstock.doctor.ways import with_measured_way  # lazy: heavy
+    from penstock.planning.pipeline import space_of  # lazy: heavy
 
-    return cluster if arguments.cluster else measured_cluster(cluster, say)
+    if arguments.cluster:
+        return cluster
+    cluster, space = measured_cluster(cluster, say), space_of(arguments.spill or "")
+    if arguments.offload in (None, "none") or space is None:
+        return cluster
+    return with_measured_way(cluster, space, say)
 
 
 def _searched(

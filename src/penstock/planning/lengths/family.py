@@ -30,7 +30,8 @@ from penstock.passes.manager import Call
 from penstock.planning.facts import replica_shares
 from penstock.planning.hints import stage_starts
 from penstock.planning.model import Model
-from penstock.planning.options import PlanOptions
+from penstock.planning.offloading.choose import plan_within_memory
+from penstock.planning.options import AUTO, PlanOptions
 from penstock.planning.pipeline import PreparedModel, plan_model, prepare
 from penstock.planning.plan import Plan
 from penstock.planning.predict import predict
@@ -53,6 +54,8 @@ def plan_family(
 ) -> Plan:
     """Plan a model, at all sizes of its bounded dimensions if it has some."""
     if not model.bounds:
+        if options.offload == AUTO:
+            return plan_within_memory(model, cluster, training, options, feedback)
         return plan_model(model, cluster, training, options, feedback)
     names = ", ".join(f"{name}{bound}" for name, bound in model.bounds.items())
     if training is not None:

@@ -1,0 +1,80 @@
+"""The way to the disk for plans without a cluster file: measured once, in about a second, and kept.
+
+In: a cluster without memory spaces, and the folder where what `--offload` moves will be. Out: the cluster with a space
+there that has the measured bandwidth. One thread reads a file and another writes one, by the same code as a run, so the
+bandwidth of each direction is that beside the other.
+
+The result lies in the user's cache folder, by host and file system. As for local.py, PENSTOCK_RATES=assumed and
+PENSTOCK_CACHE=off measure nothing. Limit: a disk that is slower later, or for others at once, is not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from penstock.backends.tvm.fingerprint import key_of
+from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.runtime.state.home_files import FileHome, folder_of, memory_for
+from penstock.support.cache import Cache, cache_folder
+from penstock.support.errors import PenstockError
+
+from .local import Say, is_wanted
+
+# The bytes that each thread moves.
+_MOVED = 64 << 20
+
+
+def with_measured_way(cluster: Cluster, space: Space, say: Say = lambda text: None) -> Cluster:
+    """Return the cluster with a space that has the measured bandwidth of its folder, in front of others. A measurement
+    that fails is told, and the bandwidth stays as assumed."""
+    if is_wanted():
+        bandwidth = _bandwidth(space, say)
+        space = space if bandwidth is None else replace(space, bandwidth=bandwidth)
+    return replace(cluster, spaces=(space, *cluster.spaces))
+
+
+def _bandwidth(space: Space, say: Say) -> float | None:
+    """Return the bytes per second of each direction."""
+    folder, store = folder_of(space), Cache(cache_folder(), 1 << 20, part="rates")
+    try:
+        key = key_of("way", socket.gethostname(), str(os.stat(folder).st_dev))
+        if (known := _kept(store.get(key))) is not None:
+            return known
+        say(f"measuring the way to {folder}, once (PENSTOCK_RATES=assumed: never)")
+        bandwidth = float(f"{_MOVED / _seconds(space):.3g}")
+    except (PenstockError, OSError) as error:
+        say(f"the way to {folder} could not be measured, so its bandwidth is assumed: {error}")
+        return None
+    store.put(key, json.dumps(bandwidth).encode())
+    return bandwidth
+
+
+def _kept(content: bytes | None) -> float | None:
+    """Return a bandwidth that was kept; None where there is none, or what is there is damaged."""
+    if content is None:
+        return None
+    try:
+        bandwidth = json.loads(content)
+    except ValueError:
+        return None
+    return bandwidth if isinstance(bandwidth, float) and math.isfinite(bandwidth) and bandwidth > 0 else None
+
+
+def _seconds(space: Space) -> float:
+    """Return how long it takes to read a file and to write another meanwhile."""
+    homes, memory = [FileHome(space, _MOVED) for _ in range(2)], [memory_for(_MOVED) for _ in range(2)]
+    views = [memoryview(each) for each in memory]
+    # A file that was never written is read without the disk.
+    for home, view in zip(homes, views, strict=True):
+        home.write(view)
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(2) as threads:
+        for moved in [threads.submit(homes[0].read, views[0]), threads.submit(homes[1].write, views[1])]:
+            moved.result()
+    return time.perf_counter() - begun

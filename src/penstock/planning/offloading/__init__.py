@@ -1,0 +1,1 @@
+"""The choice by price of what is elsewhere or computed again: `--offload auto`."""
