@@ -16,10 +16,11 @@ import socket
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from machine import load, processor, system, versions, write_json
+from machine import load, markdown, processor, system, versions, write_json
 from processes import Contender, ContenderFailed, allowed_cores
 from training import take_turns
 from training_shape import Shape, add_shape_arguments, shape_of, write_model
@@ -68,6 +69,18 @@ def measure(schedule: str, shape: Shape, cores: list[int], folder: Path, steps: 
             contender.stop()
 
 
+def table_of_schedules(rows: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and lines of the table."""
+    head = ["schedule", "penstock s", "torch s", "times as fast", "loss difference"]
+    lines = []
+    for schedule, row in rows.items():
+        ours, theirs = row["losses"]["penstock"], row["losses"]["torch"]
+        apart = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+        seconds = [f"{row['seconds'][name]:.2f}" for name in ("penstock", "torch")]
+        lines.append([schedule, *seconds, f"{row['times_as_fast']:.2f}", f"{apart:.0e}"])
+    return head, lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape_arguments(parser)
@@ -92,12 +105,7 @@ def main() -> int:
             rows[schedule] = measure(schedule, shape, cores[:2], Path(folder), arguments.steps, arguments.rounds)
     for key, value in {**facts, "load after": load()}.items():
         print(f"{key:<12} {value}")
-    for schedule, row in rows.items():
-        seconds = row["seconds"]
-        print(
-            f"{schedule}: penstock {seconds['penstock']:.3f} s, torch {seconds['torch']:.3f} s a step, "
-            f"{row['times_as_fast']:.2f} times as fast"
-        )
+    print(markdown(*table_of_schedules(rows)))
     write_json(arguments.json, {"facts": facts, "schedules": rows})
     return 0
 

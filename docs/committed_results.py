@@ -30,6 +30,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "split-training": committed_table("tensor_parallel"),
         "collective-times": committed_table("collectives"),
         "shared-out": committed_table("zero"),
+        "packs-beside-torch": committed_table("interleaved", "schedules"),
         "beyond-memory": committed_table("beyond_memory"),
         "export-verdicts": export_verdicts,
         "exported-models": partial(exported_models, "beside_onnxruntime"),
