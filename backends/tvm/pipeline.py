@@ -10,7 +10,7 @@ them, so it runs on functions that hold some. The code that comes out is the sam
 
 Kernels trust their arguments: the checks of types, shapes, strides and devices that TVM puts before a kernel are
 removed. They were most of the code of a small kernel, and half of the time to compile it. The caller of a graph's
-function is checked once, at its parameters (run/load.py, lower/lower.py). The arguments that a library's own code
+function is checked once, at its inputs and slots (run/load.py, lower/lower.py). The arguments that a library's own code
 passes to its kernels are settled when it is linked.
 """
 
@@ -21,6 +21,8 @@ from typing import Any
 import tvm
 from tvm import s_tir, tirx
 from tvm.tirx import compilation_pipeline
+
+from penstock.backends.tvm.stack_storage import keep_on_stack
 
 PIPELINE = "penstock"
 # An attribute of functions that have bools in memory.
@@ -33,6 +35,10 @@ def _flatten_bools(function: Any, module: Any, context: Any) -> Any:
     return tirx.transform.FlattenBuffer()(tvm.IRModule({"kernel": function}))["kernel"]
 
 
+def _kept_on_stack(function: Any, _module: Any, _context: Any) -> Any:
+    return keep_on_stack(function)
+
+
 def _passes() -> list[Any]:
     return [
         tirx.transform.StmtSimplify(),
@@ -41,6 +47,7 @@ def _passes() -> list[Any]:
         tirx.transform.NarrowDataType(32),
         tirx.transform.VectorizeLoop(True),
         tirx.transform.StorageRewrite(),
+        tirx.transform.prim_func_pass(_kept_on_stack, opt_level=0, name="penstock.KeepOnStack"),
         s_tir.transform.HoistIfThenElse(),
         tirx.transform.UnrollLoop(),
         s_tir.transform.RenormalizeSplitPattern(),

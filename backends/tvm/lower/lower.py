@@ -168,8 +168,8 @@ def _emit_function(
     *,
     trusting: bool,
 ) -> None:
-    """Emit the function of a graph. With `trusting`, as kernels of a CPU are (pipeline.py), it checks its parameters
-    before it does anything."""
+    """Emit the function of a graph. With `trusting`, as kernels of a CPU are (pipeline.py), it checks its inputs
+    before it does anything. The caller checks slots (run/load.py), as it does once for many calls."""
     graph = lowered.graph
     sig = signature(graph)
     types = slot_types(graph)
@@ -184,9 +184,9 @@ def _emit_function(
             env[op.outs[0]] = slots[slot]
         elif is_table(op):
             env[op.outs[0]] = _table(op)
-    # TVM checks the types of inputs. Where kernels check their operands, no parameter is declared an input.
+    # TVM checks the types of what is declared an input. Where kernels check their operands, that is no parameter.
     with builder.function(
-        name, [*params, *slots.values(), *forms.values()], attrs={} if trusting else {"num_input": 0}
+        name, [*params, *slots.values(), *forms.values()], attrs={"num_input": len(sig.ins) if trusting else 0}
     ):
         meetings = _Meetings(builder, graph.name, env)
         for step in lowered.steps:

@@ -5,9 +5,10 @@ TVM's virtual machine as they are and come back as torch tensors, without copies
 during a call.
 
 Kernels for CPUs trust their tensors. The loader checks devices, memory and strides. An input that is not contiguous is
-copied; a slot, which is updated in place, is refused. A graph's function in the machine checks types and shapes before
-it does anything; on a GPU each kernel does. Code for a CPU takes tensors at any address. Code for a GPU (cuda/load.py)
-moves aligned vectors, so that addresses are checked, too.
+copied; a slot, which is updated in place, is refused. A graph's function in the machine checks types and shapes of its
+inputs before it does anything, and the loader those of its slots, which are mostly bound once. On a GPU each kernel
+checks its operands. Code for a CPU takes tensors at any address. Code for a GPU (cuda/load.py) moves aligned vectors,
+so that addresses are checked, too.
 
 Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads it once, before
 the first parallel loop.
@@ -75,6 +76,8 @@ class _Entry(NamedTuple):
     results: int
     signature: Signature
     types: tuple[TensorType, ...]
+    # The dtype and the sizes of each slot.
+    slots: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
 class TvmProgram:
@@ -106,8 +109,9 @@ class TvmProgram:
         # The machine looks functions up when it opens a library.
         self._meetings = Meetings(graphs, exchange)
         self._machine = self._open(library)
-        from tvm_ffi import get_global_func  # lazy: heavy
+        from tvm_ffi import from_dlpack, get_global_func  # lazy: heavy
 
+        self._handed_over = from_dlpack
         self._entries = {g.name: self._entry(g) for g in graphs}
         self._taken = torch.utils.dlpack.from_dlpack
         packing = [g.name for g in graphs if has_packed(g)]
@@ -136,7 +140,10 @@ class TvmProgram:
         sig, of_slots = signature(graph), slot_types(graph)
         types = (*(v.type for v in sig.ins), *(of_slots[slot] for slot in sig.slots))
         function = self._meetings.around(graph.name, self._machine[function_name(graph.name)])
-        return _Entry(function, len(types), len(sig.results), sig, types)
+        import torch  # lazy: heavy
+
+        slots = tuple((getattr(torch, LONG_NAMES[t.dtype]), t.dims) for t in types[len(sig.ins) :])
+        return _Entry(function, len(types), len(sig.results), sig, types, slots)
 
     def _open(self, library: Path) -> VirtualMachine:
         if not allow_tiles() and "+amx" in library.name:
@@ -150,7 +157,7 @@ class TvmProgram:
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""
-        function, count, results, sig, _ = self._entries[graph]
+        function, count, results, sig, *_ = self._entries[graph]
         if len(args) != count:
             raise VerifyError(
                 f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors",
@@ -159,6 +166,7 @@ class TvmProgram:
         self._look(graph, args)
         if self.boundary > 1 or not all(map(_is_contiguous, args)):
             args = self._fitting(graph, args)
+        self._check_slots(graph, args[len(sig.ins) :])
         try:
             forms = self._forms.made(graph, args[len(sig.ins) :]) if graph in self._forms.graphs else ()
             returned = function(*args, *forms)
@@ -227,9 +235,12 @@ class TvmProgram:
 
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone: the slots, often far more than inputs, are checked once."""
-        function, count, results, sig, _ = self._entries[graph]
+        function, count, results, sig, *_ = self._entries[graph]
         ready = self._ready(graph, slots)
+        self._check_slots(graph, ready)
         forms = self._forms.held(graph, ready) if graph in self._forms.graphs else []
+        # Handing a torch tensor over takes longer than a tensor of TVM's.
+        held = [self._handed_over(x.detach()) for x in (*ready, *(forms or ()))] if self.boundary == 1 else []
 
         def call(ins: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             # A call looks at all, and says what does not fit.
@@ -239,7 +250,7 @@ class TvmProgram:
             if not all(map(_is_contiguous, ins)):
                 ins = [x.contiguous() for x in ins]
             try:
-                returned = function(*ins, *ready, *(forms or ()))
+                returned = function(*ins, *held)
             except _MISTYPED:
                 if (error := self._mistyped(graph, [*ins, *ready])) is not None:
                     raise error from None
@@ -256,6 +267,17 @@ class TvmProgram:
             raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
         self._look(graph, slots, len(sig.ins))
         return [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
+
+    def _check_slots(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+        """Check the types of all slots, which the machine does not, and kernels for CPUs neither."""
+        entry = self._entries[graph]
+        if self.boundary > 1 or all(
+            x.dtype == kind and x.shape == dims for x, (kind, dims) in zip(slots, entry.slots, strict=True)
+        ):
+            return
+        error = self._mistyped(graph, slots, len(entry.signature.ins))
+        assert error is not None, "a slot has another type"
+        raise error
 
     def _look(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> None:
         """Check the places of tensors, which the machine does not. They are the arguments from `first` on."""

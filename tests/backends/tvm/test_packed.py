@@ -210,6 +210,11 @@ def test_a_bound_graph_takes_its_inputs_alone(held: bool, tmp_path: Path) -> Non
     assert difference(other, expected)
     with pytest.raises(VerifyError, match=r"argument 0 must be f32\[.*\], it is torch\.float64"):
         call([x.double()])
+    for wrong in (bias.double(), bias[1:].clone(), bias[None]):
+        with pytest.raises(VerifyError, match=r"argument 2 must be f32\[.*\], it is torch\.float"):
+            program.bind(graph.name, [weight, wrong])
+        with pytest.raises(VerifyError, match=r"argument 2 must be f32\[.*\], it is torch\.float"):
+            program.call(graph.name, [x, weight, wrong])
     with pytest.raises(VerifyError, match="takes 1 inputs and 2 slots, got 4 tensors"):
         call([x, x])
     with pytest.raises(VerifyError, match="argument 0 is on meta"):

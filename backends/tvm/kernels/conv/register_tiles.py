@@ -55,7 +55,7 @@ _FEW_WEIGHTS, _PART = 1 << 17, 1 << 15
 _TASKS = 8
 # Products of an element of the source, up to which a copy of it is a notable part of the time. It is then read where it
 # lies if at most so many columns read outside of it, and one of so many rows, which are slower.
-_COPIED, _MOST_OUTSIDE, _ROWS = 144, 2, 16
+_COPIED, _MOST_OUTSIDE, _ROWS = 288, 2, 16
 
 
 def _vectors_of(body: Body, c: Correlation, lanes: int) -> int:

@@ -32,6 +32,7 @@ CASES = {
     "one row": ConvCase((1, 6, 77), (24, 6, 5), strides=(2,), pads=(2, 2), dilations=(1,)),
     "several tiles of a row": ConvCase((1, 8, 32, 121), (32, 8, 3, 3), strides=BOTH, pads=SAME),
     "both ends": ConvCase((2, 7, 63, 61), (20, 7, 3, 3), strides=BOTH, pads=SAME),
+    "many filters": ConvCase((1, 9, 36, 37), (112, 9, 3, 3), strides=BOTH, pads=SAME),
     "double": ConvCase((1, 3, 32, 25), (24, 3, 3, 3), strides=BOTH, pads=SAME, dtype="f64"),
 }
 # Of these the gradient for the input, too: it has several phases.
@@ -45,7 +46,10 @@ GRAPHS = {
 
 
 # Sources with a border that are read where they lie.
-IN_PLACE = ("three colours", "even border", "groups", "one row", "several tiles of a row", "both ends", "double")
+IN_PLACE = (
+    *("three colours", "even border", "groups", "one row", "several tiles of a row", "both ends", "many filters"),
+    "double",
+)
 
 
 def parts_of(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> list[int]:
