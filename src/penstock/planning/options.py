@@ -157,6 +157,8 @@ class SearchOptions:
     cuda_libraries: str = shared(PlanOptions, "cuda_libraries")
     wire: str = shared(PlanOptions, "wire")
     zero: int = shared(PlanOptions, "zero")
+    offload: str = shared(PlanOptions, "offload")
+    spill: str = shared(PlanOptions, "spill")
     explained: bool = True
 
 

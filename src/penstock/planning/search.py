@@ -37,7 +37,9 @@ from penstock.support.words import flag_for, itemised
 
 from .choice import Search, first_reason
 from .model import Load, Model, ModelFile
-from .options import PlanOptions, SearchOptions
+from .offloading.batches import fastest_of_memories
+from .offloading.choose import plan_within_memory
+from .options import AUTO, PlanOptions, SearchOptions
 from .pipeline import before_partition, plan_model
 from .plan import Plan
 from .tries import Try, other_sizes, sizes_of, tries, with_more_memory
@@ -49,7 +51,21 @@ def search(
 ) -> Plan:
     """Find the best plan for batches of so many samples. `load` gives the model with so many samples per microbatch,
     for each of the sizes to choose from, or as it is for None."""
-    return _Searching(cluster, training, options, feedback, _load_models(load, options)).plan()
+    models = _load_models(load, options)
+    if options.offload == "none":
+        return _Searching(cluster, training, options, feedback, models).plan()
+
+    def searched(scaled: Cluster) -> Plan:
+        plain = replace(options, offload="none", spill="", explained=False)
+        return _Searching(scaled, training, plain, feedback, models).plan()
+
+    def carried_out(plan: Plan) -> Plan:
+        assert plan.search is not None
+        return _Searching(cluster, training, options, feedback, models).carried_out(
+            plan.search.plan, plan.search.profile
+        )
+
+    return fastest_of_memories(cluster, searched, carried_out)
 
 
 def search_file(
@@ -190,7 +206,7 @@ class _Searching:
         for kind, packed in sorted(search.packs.items(), key=lambda item: item[1].step):
             if packed.step < worth:
                 try:
-                    plan = self._carried_out(packed.plan, search.profile)
+                    plan = self.carried_out(packed.plan, search.profile)
                 except (VerifyError, DoesNotFit) as error:
                     self.refused.setdefault(kind, error)
                 else:
@@ -249,7 +265,7 @@ class _Searching:
                 continue
             self.tried.add(outcome.plan)
             try:
-                plan = self._carried_out(outcome.plan, search.profile)
+                plan = self.carried_out(outcome.plan, search.profile)
             except (VerifyError, DoesNotFit) as error:
                 self.refused.setdefault(schedule, error)
                 if isinstance(error, DoesNotFit) and error.excess:
@@ -258,7 +274,7 @@ class _Searching:
             return replace(plan, search=self._answered(search, outcome, little=little))
         return None
 
-    def _carried_out(self, plan: Chosen, profile: Profile) -> Plan:
+    def carried_out(self, plan: Chosen, profile: Profile) -> Plan:
         """Run all passes over the chosen plan."""
         options, names = self.options, [device.name for device in self.cluster.devices]
         placed = plan.stages[: len(plan.devices)] if plan.packs > 1 else plan.stages
@@ -274,9 +290,12 @@ class _Searching:
             wire=options.wire,
             hints=False,
             zero=plan.zero,
+            offload=options.offload,
+            spill=options.spill,
         )
         training = replace(self.training, microbatches=plan.count)
-        done = plan_model(self.models[plan.size], self.cluster, training, planned, self.feedback)
+        make = plan_within_memory if options.offload == AUTO else plan_model
+        done = make(self.models[plan.size], self.cluster, training, planned, self.feedback)
         notes = [
             f"the layouts of configuration {name!r} of the model are not followed: the planner chooses no mesh"
             for name in self.models[plan.size].imported.hints.configurations

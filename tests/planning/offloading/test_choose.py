@@ -107,6 +107,7 @@ def test_where_nothing_fits_the_least_of_each_kind_is_named(model: ps.Model) -> 
     assert any("no plan by moving weights and their state" in line for line in lines)
     # What is named is what the kind needs: with so much there is a plan, with less there is none.
     need = min(planned_need(model, 20 * MIB, kind) for kind in ("none", "state", "activations", "both"))
+    assert raised.value.needs == {"cpu:0": need}
     assert planned(model, need, "auto").prices is not None
     with pytest.raises(DoesNotFit):
         planned(model, need - 1, "auto")

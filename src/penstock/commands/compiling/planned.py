@@ -171,11 +171,6 @@ def _searched(
             f"{'--mesh' if arguments.mesh else '--shard'} with --batch: the planner knows no meshes",
             hint="leave --batch out, and give --dim, --microbatches and --devices",
         )
-    if arguments.offload not in (None, "none") or arguments.spill:
-        raise UsageError(
-            f"{'--spill' if arguments.spill else '--offload'} with --batch: the planner keeps state on the devices",
-            hint="leave --batch out, and give --packs, --schedule, --microbatches and --devices",
-        )
     if flags:
         raise UsageError(
             f"{', '.join(flags)} with --batch: the planner chooses that",

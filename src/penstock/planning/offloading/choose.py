@@ -145,7 +145,7 @@ def needs_of(module: Module) -> dict[str, int]:
 def _nothing_fits(prices: FatePrices) -> DoesNotFit:
     what = f"no plan fits into memory, whatever is moved or computed again:{itemised(prices.shortages(set()))}"
     hint = "more stages, fewer microbatches in flight or smaller microbatches (--dim) need less"
-    return DoesNotFit(what, where="--offload auto", hint=hint, needs=prices.tried[0].needs)
+    return DoesNotFit(what, where="--offload auto", hint=hint, needs=prices.least_needs())
 
 
 def _first_line(text: str) -> str:

@@ -93,6 +93,10 @@ class FatePrices:
             elif refusal := next((price for price in failed if not price.again), failed[0]).refused:
                 yield f"no plan by {_MOVED[kind]}: {refusal}"
 
+    def least_needs(self) -> Mapping[str, int]:
+        """Return the bytes by device that would be enough for the plan that is nearest to fitting."""
+        return min((price.needs for price in self.tried if price.needs), key=self._shortage_of, default={})
+
     @property
     def seconds_free(self) -> float:
         """The seconds of a batch where no memory has a limit."""
@@ -118,8 +122,11 @@ class FatePrices:
         return sorted(best.values(), key=lambda price: price.step or 0.0)
 
     def _shortage(self, price: FatePrice) -> float:
+        return self._shortage_of(price.needs)
+
+    def _shortage_of(self, needs: Mapping[str, int]) -> float:
         """Return how many times the memory of its device a plan needs, of the device that is worst off."""
-        return max((need / self.limits[name] for name, need in price.needs.items() if name in self.limits), default=0.0)
+        return max((need / self.limits[name] for name, need in needs.items() if name in self.limits), default=0.0)
 
     def _short_of(self, price: FatePrice) -> str:
         name = max(

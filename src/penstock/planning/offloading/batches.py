@@ -1,0 +1,68 @@
+"""The search for a plan of batches of a size, where something may be elsewhere: `--batch` with `--offload`.
+
+In: a search for a plan in so many times the memory of the devices, and what carries a plan out with moves. Out: the
+fastest plan that fits. The formulas of the planner know nothing of moves, so plans for more memory than there is are
+searched, too. Each is carried out on the devices as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from penstock.ir.cluster.cluster import Cluster
+from penstock.planning.plan import Plan
+from penstock.support.errors import DoesNotFit, UsageError
+
+# Multiples of the memory of devices that plans are searched for.
+MULTIPLES = (1.0, 1.5, 2.0, 4.0)
+
+
+def with_memory(cluster: Cluster, part: float) -> Cluster:
+    """Return the cluster with so many times the memory of its devices."""
+    devices = [
+        replace(
+            d,
+            spaces=tuple(
+                (name, int(nbytes * part)) if not i else (name, nbytes) for i, (name, nbytes) in enumerate(d.spaces)
+            ),
+        )
+        for d in cluster.devices
+    ]
+    return replace(cluster, devices=tuple(devices))
+
+
+def fastest_of_memories(
+    cluster: Cluster, searched: Callable[[Cluster], Plan], carried_out: Callable[[Plan], Plan]
+) -> Plan:
+    """Return the fastest of the plans that are searched for more and more memory, and fit as they are carried out."""
+    best: Plan | None = None
+    errors, known = list[DoesNotFit | UsageError](), set[object]()
+    limited = any(device.memory for device in cluster.devices)
+    for part in MULTIPLES if limited else MULTIPLES[:1]:
+        try:
+            plan = searched(with_memory(cluster, part))
+        except DoesNotFit as error:
+            errors.append(error)
+            continue
+        search = plan.search
+        assert search is not None
+        if search.plan in known:
+            continue
+        known.add(search.plan)
+        try:
+            plan = carried_out(plan)
+        except (DoesNotFit, UsageError) as error:
+            errors.append(error)
+            continue
+        if best is None or plan.predicted.step < best.predicted.step:
+            best = replace(plan, search=replace(search, more_memory=part * search.more_memory))
+    if best is None:
+        raise _nearest(errors)
+    return best
+
+
+def _nearest(errors: Sequence[DoesNotFit | UsageError]) -> DoesNotFit | UsageError:
+    """Return the error of the plan that is nearest to fitting; where none says what it needs, the last one."""
+    short = [error for error in errors if isinstance(error, DoesNotFit) and error.needs]
+    return min(short, key=lambda error: max(error.needs.values())) if short else errors[-1]
