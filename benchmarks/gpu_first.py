@@ -92,13 +92,15 @@ def tiny_graph() -> Graph:
 
 def row_graphs(kinds: Sequence[str], most: int, library: str = "") -> list[tuple[Any, Graph]]:
     """Return samples of rows of the op table with their graphs, the same here and where they were compiled."""
+    from oracles.cuda.products import products
     from samples import samples_of
 
     pairs = []
     for kind in kinds:
         chosen = [s for s in samples_of(kind) if not library or all(v.type.size for v in (*s.op.ins, *s.op.outs))]
-        chosen = [s for s in chosen if not library or s.dtype in FLOATS]
-        pairs += [(s, s.graph(f"s0.g{len(pairs) + i}")) for i, s in enumerate(chosen[:most])]
+        chosen = [s for s in chosen if not library or s.dtype in FLOATS][:most]
+        chosen += products("bf16", "f16") if kind == "matmul" else []
+        pairs += [(s, s.graph(f"s0.g{len(pairs) + i}")) for i, s in enumerate(chosen)]
     if not library:
         return pairs
     return [(s, replace(g, ops=tuple(op.with_attrs(library=library) for op in g.ops))) for s, g in pairs]

@@ -15,7 +15,8 @@ it (constants, layout changes, which are index arithmetic, and bytes that become
     known at different points (the gradients of attention) also as the parts of their concatenation,
   * all steps of a recurrence but the first (ir/ops/recurrences.py), in a module that does not train: one loop,
   * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that
-    only it reads. A collective is a group by itself, and its operand lies in memory.
+    only it reads. A collective is a group by itself, and its operand lies in memory. So is what a library computes, but
+    for a product that it adds to a variable.
 
 `packed` on a product or convolution says that its weights never change in this module. The kernel may then read them in
 a packed order, made once when they are loaded, or computed of variables then (ahead.py). Only without training: there
@@ -39,28 +40,14 @@ from penstock.ir.ops import OPS, VIEWS, complete_attrs, ints, table_of
 from penstock.ir.ops.recurrences import find_recurrence
 
 from .ahead import made_ahead
-from .groups import SUMS, KernelGroup, can_sweep, may_look_up_packed, passes_by, swept_by
+from .groups import OPEN, SUMS, KernelGroup, can_sweep, may_look_up_packed, passes_by, swept_by
+from .libraries import adds_to_variable
 from .widening import widened_later
 
 _EFFECTS = ("accum", "write", "take")
 _HALVES = ("f16", "bf16")
 # Operations that read each operand once, into packed panels; a library reads memory instead.
 _PACKING = ("matmul", "conv", "conv_grad_input")
-# Operations with results that elementwise operations can go on with while they stand in registers.
-_OPEN = {
-    *("matmul", "matmul_q", "matmul_bytes", "conv", "conv_bytes", "conv_grad_input", "conv_grad_weight"),
-    *(
-        "softmax",
-        "softmax_grad",
-        "log_softmax",
-        "log_softmax_grad",
-        "layer_norm",
-        "layer_norm_grad",
-        "layer_norm_grad_weight",
-    ),
-    *("sum", "mean", "max", "mse", "cumsum"),
-    *("gather", "gather_q", "cross_entropy_grad", "attention"),
-}
 # The operations of which only the first result stands in registers: the other results are finished earlier.
 _FIRST_ONLY = ("layer_norm", "attention")
 # Results that are known at different points of the kernel: each can be stored in another layout, and as a part of a
@@ -248,7 +235,9 @@ class _Fuser:
         if op.kind in _EFFECTS:
             self.var_changer[op.var] = group.number
         if "library" in op.attrs:
-            # A library stores its results: nothing can go on with them in registers.
+            # A library stores its results, or adds them to a variable: nothing can go on with them in registers.
+            if fresh and adds_to_variable(op):
+                group.added = op.outs[0]
             return
         if op.kind in SUMS:
             group.swept = swept_by(op)
@@ -258,7 +247,7 @@ class _Fuser:
             group.apart |= set(op.outs)
         elif op.kind in _FIRST_ONLY:
             group.reached.add(op.outs[0])
-        elif not fresh or op.kind in _OPEN or OPS[op.kind].family in ("elementwise", "optimizer"):
+        elif not fresh or op.kind in OPEN or OPS[op.kind].family in ("elementwise", "optimizer"):
             group.reached |= set(op.outs)
 
     def _place_takes(self) -> None:
@@ -375,6 +364,8 @@ class _Fuser:
         """Return the group that `op` joins, or None if it begins a new one."""
         if not self.options.chains:
             return None
+        if op.kind == "accum" and (group := self._adds_up(op)) is not None:
+            return group
         stored = self._stores_in_parts(op) if op.kind == "concat" else self._stores_in_layout(op)
         if stored is not None:
             return stored
@@ -402,6 +393,19 @@ class _Fuser:
             if self._fits(op, candidates[number]):
                 return candidates[number]
         return None
+
+    def _adds_up(self, op: Op) -> KernelGroup | None:
+        """Return the group of a library that can add its result, widened or not, to the variable of `op`."""
+        value = op.ins[0]
+        if value in self.inlined and self.makers[value].kind == "cast" and len(self.readers[value]) == 1:
+            value = self.makers[value].ins[0]
+        group = self.of.get(id(self.makers.get(value)))
+        if group is None or group.added is not value or len(group.ops) > 1:
+            return None
+        if len(self.readers[value]) > 1 or value in self.results:
+            return None
+        before = self._order_before(op, group)
+        return None if any(self.groups[n].needs & 1 << group.number for n in before) else group
 
     def _sweep_of(self, op: Op) -> KernelGroup | None:
         """Return a group with loops that pass over the operands of the sum `op` anyway."""

@@ -14,6 +14,15 @@ from penstock.ir.ops import OPS, complete_attrs, reduced_axes, table_of
 SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
 WITHSUMS = ("layer_norm_grad",)
 
+# Operations with results that elementwise operations can go on with while they stand in registers.
+OPEN = {
+    *("matmul", "matmul_q", "matmul_bytes", "conv", "conv_bytes", "conv_grad_input", "conv_grad_weight"),
+    *("softmax", "softmax_grad", "log_softmax", "log_softmax_grad"),
+    *("layer_norm", "layer_norm_grad", "layer_norm_grad_weight"),
+    *("sum", "mean", "max", "mse", "cumsum"),
+    *("gather", "gather_q", "cross_entropy_grad", "attention"),
+}
+
 # The iteration space of a reduction: the shape, its axes among the dimensions, the element type.
 Sweep = tuple[tuple[int, ...], tuple[int, ...], str]
 
@@ -23,7 +32,8 @@ class KernelGroup:
     """A kernel while it grows.
 
     `reached` are results that stand in registers, each at the element the loops are at. `apart` are those that can only
-    be stored in another place. `swept` is the shape that its sums run over, with their axes.
+    be stored in another place. `swept` is the shape that its sums run over, with their axes. `added` is the result of a
+    library that can be added to a variable in place of being stored.
     """
 
     number: int
@@ -33,6 +43,7 @@ class KernelGroup:
     needs: int = 0
     scattered: bool = False
     swept: Sweep | None = None
+    added: Value | None = None
 
 
 def swept_by(op: Op) -> Sweep:

@@ -5,7 +5,8 @@ In: stage graphs and the cluster. Out: on stages whose device is of kind cuda, m
 gradients, and attention on floats get `library=torch`. With `use=none` nothing is annotated, and every operation gets a
 kernel. Stages on CPUs stay as they are.
 
-An operation with this annotation is a kernel by itself, so nothing is fused behind it. The annotation is a promise: a
+An operation with this annotation is a kernel by itself, so nothing is fused behind it, but that a product is added to a
+variable (`adds_to_variable`). The annotation is a promise: a
 back end that cannot keep it refuses the graph. So what a library cannot take is left out here, and a note says what and
 why (`reason_against`).
 """
@@ -79,6 +80,11 @@ def reason_against(op: Op, makers: Mapping[Value, Op]) -> str:
     if any(map(partial(_has_no_memory, makers), op.ins)):
         return "an operand is made of one constant, and is nowhere in memory"
     return ""
+
+
+def adds_to_variable(op: Op) -> bool:
+    """Return whether a library can add the result of an operation to a variable instead of storing it."""
+    return op.kind == "matmul" and op.attrs.get("library") == "torch" and op.outs[0].type.rank == 2
 
 
 def _has_no_memory(makers: Mapping[Value, Op], value: Value) -> bool:

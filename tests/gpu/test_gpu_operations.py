@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles.cuda.products import products
 from oracles.judge import to_tensor, wrong_results
 from samples import Sample, samples_of
 
@@ -32,9 +33,9 @@ def check(samples: Sequence[Sample], graphs: Sequence[Graph], program: StageProg
         return [f"{s} {w}" for s, g in zip(samples, graphs, strict=True) for w in wrong_results(program, g, s.arrays())]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS - {"put"}))
+@pytest.mark.parametrize("kind", [*sorted(KINDS - {"put"}), "tensor cores"])
 def test_kernels_agree_with_the_interpreter(kind: str, architecture: str, tmp_path: Path) -> None:
-    samples = samples_of(kind)
+    samples = products("bf16", "f16") if kind == "tensor cores" else samples_of(kind)
     graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(samples)]
     program = build(graphs, tmp_path, architecture)
     assert not check(samples, graphs, program)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import tvm
-from tvm import tirx
+from tvm import s_tir, tirx
 from tvm.tirx import compilation_pipeline
 
 PIPELINE = "penstock.cuda"
 
 
 def _passes() -> Any:
+    # InferFragment says how pieces of products lie in the registers of a warp.
     lower = tirx.transform
     return tvm.ir.transform.Sequential(
         [
@@ -31,6 +32,7 @@ def _passes() -> Any:
             lower.RemoveNoOp(),
             lower.VerifyMemory(),
             lower.AnnotateEntryFunc(),
+            s_tir.transform.InferFragment(),
             lower.SplitHostDevice(),
             lower.MakePackedAPI(),
             lower.BF16StorageLegalize(),

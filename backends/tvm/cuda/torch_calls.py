@@ -1,8 +1,8 @@
 """Library calls, in the process that runs a stage: torch works on views of the tensors it is given.
 
 In: operands and results of a call from TVM, and the text that kernels/library.py wrote. The text has the operation, its
-attributes, layout changes in front of operands, the results to compute. Out: filled results. The text only chooses from
-`CALLS`; nothing in it is executed.
+attributes, layout changes in front of operands, the results to compute. Out: filled results, or a variable that a
+product was added to. The text only chooses from `CALLS` and `ADDED`; nothing in it is executed.
 
 Everything runs on torch's current stream, which is the one that kernels run on. Tensors pass without copies.
 """
@@ -42,7 +42,12 @@ def _serve(*arguments: Any) -> None:
 
     (at,) = (i for i, argument in enumerate(arguments) if isinstance(argument, str))
     spec = _parse(str(arguments[at]))
-    ins = [_viewed(from_dlpack(x), chain) for x, chain in zip(arguments[:at], spec["views"], strict=True)]
+    tensors = list(map(from_dlpack, arguments[:at]))
+    total = tensors.pop() if spec.get("added") else None
+    ins = [_viewed(x, chain) for x, chain in zip(tensors, spec["views"], strict=True)]
+    if total is not None:
+        ADDED[spec["kind"]](spec["attrs"], total, *ins)
+        return
     results = iter(arguments[at + 1 :])
     CALLS[spec["kind"]](
         spec["attrs"], [from_dlpack(next(results)) if wanted else None for wanted in spec["wanted"]], *ins
@@ -75,10 +80,34 @@ def _matmul(a: Mapping[str, Any], outs: Sequence[torch.Tensor], x: torch.Tensor,
     if not pads(x, y):
         torch.matmul(x, y, out=out)
         return
-    # Zeros along the sum add nothing, and what they give in other dimensions is left out.
+    out.copy_(_within(torch.matmul(*_padded(x, y)), out))
+
+
+def _add_matmul(a: Mapping[str, Any], total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Add a product to what is there. Its sums are never rounded to 16 bits."""
+    import torch  # lazy: heavy
+
+    x, y, wide = (x.mT if a["ta"] else x), (y.mT if a["tb"] else y), total.dtype
+    if pads(x, y):
+        total.add_(_within(torch.mm(*_padded(x, y), out_dtype=wide), total))
+    elif x.dtype == wide:
+        torch.addmm(total, x, y, out=total)
+    elif x.is_cuda:
+        torch.addmm(total, x, y, out_dtype=wide, out=total)
+    else:  # torch has no such product on a processor
+        torch.addmm(total, x.to(wide), y.to(wide), out=total)
+
+
+def _padded(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return operands with zeros. Those along the sum add nothing, and what others give is left out of the result."""
+    import torch  # lazy: heavy
+
     rows, depth, columns = (-n % _BOUNDARY for n in (x.shape[-2], x.shape[-1], y.shape[-1]))
-    x, y = torch.nn.functional.pad(x, (0, depth, 0, rows)), torch.nn.functional.pad(y, (0, columns, 0, depth))
-    out.copy_(torch.matmul(x, y).narrow(-2, 0, out.shape[-2]).narrow(-1, 0, out.shape[-1]))
+    return torch.nn.functional.pad(x, (0, depth, 0, rows)), torch.nn.functional.pad(y, (0, columns, 0, depth))
+
+
+def _within(product: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return product.narrow(-2, 0, out.shape[-2]).narrow(-1, 0, out.shape[-1])
 
 
 def pads(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -145,6 +174,8 @@ def _conv_grad_weight(a: Mapping[str, Any], outs: Sequence[torch.Tensor], x: tor
     outs[0].copy_(g.gradients(dy, g.bordered(x), w, [False, True, False])[1])
 
 
+# The functions of calls that add to a variable: they take attributes, the variable, operands.
+ADDED: dict[str, Callable[..., None]] = {"matmul": _add_matmul}
 # The functions of library calls: they take attributes, results, operands.
 CALLS: dict[str, Callable[..., None]] = {
     "attention": attention,

@@ -257,7 +257,12 @@ def _emit_call(
     args = [packed[v] if v in packed else env[v] for v in kernel.ins] + [slots[s] for s in kernel.slots]
     types = [relax_type(v.type) for v in kernel.outs]
     if isinstance(function, LibraryCall):
-        call = relax.op.call_dps_packed(function.name, [*args, tvm.ir.StringImm(function.text)], types)
+        said = [*args, tvm.ir.StringImm(function.text)]
+        call = (
+            relax.op.call_dps_packed(function.name, said, types)
+            if types
+            else relax.op.call_pure_packed(function.name, *said, ty_args=[relax.TupleType([])])
+        )
     elif kernel.slots:
         in_place = list(range(len(kernel.ins), len(args)))
         call = relax.op.call_tir_inplace(

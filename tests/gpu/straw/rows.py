@@ -1,4 +1,4 @@
-"""A program: samples of rows of the op table, compiled for a GPU and run on a device of straw, against the interpreter.
+"""A program: samples of rows of the op table, or of tensor cores, compiled for a GPU and run on a device of straw, against the interpreter.
 
 In: a folder, and names of rows. Out: a line of JSON: what differs, what the driver reports, the blocks that are left after the samples have run once,
 after they have run twice, and when the program is gone; and how many samples ran.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch  # brings the devices of straw  # noqa: F401
+from oracles.cuda.products import products
 from oracles.judge import wrong_results
 from samples import Sample, samples_of
 from tvm_ffi import get_global_func
@@ -32,9 +34,9 @@ STRAW = devices()
 
 def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> dict[str, object]:
     """Run samples of rows; return what there is to say."""
-    fitting = {kind: [s for s in samples_of(kind) if library == "none" or has_call(s)] for kind in kinds}
-    samples: list[Sample] = [s for kind in kinds for s in fitting[kind][:most]]
-    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(samples)]
+    fitting = {kind: [s for s in samples(kind) if library == "none" or has_call(s)] for kind in kinds}
+    chosen = [s for kind in kinds for s in fitting[kind][:most]]
+    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(chosen)]
     if library != "none":
         graphs = [replace(g, ops=tuple(op.with_attrs(library=library) for op in g.ops)) for g in graphs]
     built = build_graphs(graphs, folder / "stage.so", CompileOptions("sm_90"))
@@ -42,12 +44,17 @@ def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> di
     wrong, blocks = [], []
     for _ in range(2):
         with np.errstate(all="ignore"):
-            for s, g in zip(samples, graphs, strict=True):
+            for s, g in zip(chosen, graphs, strict=True):
                 wrong += [f"{s} {w}" for w in wrong_results(program, g, s.arrays())]
         blocks.append(held())
     del program
     blocks.append(held())
-    return {"wrong": wrong, "report": libraries.report(STRAW.runtime), "blocks": blocks, "samples": len(samples)}
+    return {"wrong": wrong, "report": libraries.report(STRAW.runtime), "blocks": blocks, "samples": len(chosen)}
+
+
+def samples(kind: str) -> Sequence[Sample]:
+    """Return the samples of a row, or those for tensor cores."""
+    return products("bf16", "f16") if kind == "tensor cores" else samples_of(kind)
 
 
 def has_call(s: Sample) -> bool:

@@ -24,10 +24,11 @@ SOME = (
     "attend",
     "pick",
 )
+TENSOR_CORES = "tensor cores"
 
 
 def test_rows_agree_with_the_interpreter_and_leave_nothing_behind(program: Callable[..., Any], tmp_path: Path) -> None:
-    said = program("gpu.straw.rows", tmp_path, 4, "none", *SOME)
+    said = program("gpu.straw.rows", tmp_path, 4, "none", *SOME, TENSOR_CORES)
     check(said)
     assert said["samples"] > 2 * len(SOME)
 
@@ -35,7 +36,8 @@ def test_rows_agree_with_the_interpreter_and_leave_nothing_behind(program: Calla
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_every_sample_of_every_row(part: int, program: Callable[..., Any], tmp_path: Path) -> None:
-    check(program("gpu.straw.rows", tmp_path, 1000, "none", *sorted(KINDS)[part::8], timeout=3000))
+    kinds = sorted((*KINDS, TENSOR_CORES))[part::8]
+    check(program("gpu.straw.rows", tmp_path, 1000, "none", *kinds, timeout=3000))
 
 
 @pytest.mark.slow

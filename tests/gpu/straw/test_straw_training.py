@@ -21,6 +21,7 @@ CASES = {
     "two GPUs, 2bw": {"devices": "sm_90,sm_90", "schedule": "2bw"},
     "replicas on two GPUs": {"devices": "sm_90,sm_90", "replicas": 2},
     "two GPUs, bf16": {"devices": "sm_90,sm_90", "precision": "bf16"},
+    "processor and GPU, products on tensor cores": {"model": "wide gpt", "precision": "bf16"},
     "convolutions on processor and GPU, 1f1b": {"model": "cnn"},
     "convolutions on GPU and processor, 2bw": {"model": "cnn", "devices": "sm_90,cpu", "schedule": "2bw"},
     "attention and products of torch, 1f1b": {"library": "torch"},

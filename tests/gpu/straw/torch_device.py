@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .attention import KERNELS
+from .kernels import IN_PLACE, KERNELS
 
 _ADDRESS = ctypes.c_void_p
 _CALLBACK = ctypes.CFUNCTYPE(None, _ADDRESS)
@@ -196,7 +196,8 @@ class Devices:
             if a.alias_info is not None and a.alias_info.is_write
         ]
         if changed:
-            self.queue(str(function), tensors, lambda: function(*inputs, **options))
+            kernel = IN_PLACE.get(function, function)
+            self.queue(str(function), tensors, lambda: kernel(*inputs, **options))
             return changed[0] if len(changed) == 1 else tuple(changed)
         metas = function(*tree_map(_meta, args), **tree_map(_meta, kwargs))
         made = tree_map(

@@ -13,8 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock import api
+from penstock.backends.interface import stage_graphs
+from penstock.backends.tvm.cuda.target import device_machine
+from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.graph import Module
 from penstock.ir.training.optimizers import AdamW
 from penstock.models import write_cnn, write_gpt
 from penstock.runtime.job.run import run_bundle
@@ -39,9 +43,18 @@ def write(name: str, folder: Path) -> api.Model:
     """Write a small model."""
     if name == "gpt":
         path = write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=20, positions=8)
+    elif name == "wide gpt":
+        path = write_gpt(folder / "gpt.onnx", layers=2, width=64, heads=1, vocab=80, positions=64)
     else:
         path = write_cnn(folder / "cnn.onnx", channels=(1, 4, 4), size=8)
     return api.from_onnx(path, dims={"batch": 4})
+
+
+def uses_tensor_cores(module: Module) -> bool:
+    """Return whether the graphs of a module have products on tensor cores, if they are compiled for a GPU."""
+    graphs = [graph for stage in module.stages for graph in stage_graphs(module, stage.index)]
+    kernels = [step.kernel for graph in graphs for step in plan_kernels(graph, device_machine("sm_90")).steps]
+    return any("tvm_mma_sync" in str(kernel.function) for kernel in kernels)
 
 
 def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[float]:
@@ -58,6 +71,7 @@ def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[flo
         microbatches=4,
         replicas=case.replicas,
     )
+    assert case.model != "wide gpt" or uses_tensor_cores(plan.module)
     bundle = api.compile(plan, folder / "bundle", backend=backend)
     run_bundle(
         bundle, data="synthetic", steps=case.steps, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"

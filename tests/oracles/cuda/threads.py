@@ -1,8 +1,9 @@
 """The translation of CUDA source to C++ for a processor, with a coroutine per thread of a block.
 
-In: the source that nvcc gets. Out: C++ source for g++, with a function `launch` and a table of the kernels. A barrier hands over to the next thread, and
-all go on when all have come to it. Blocks run one after the other. The types of nvcc's headers for 16-bit floats have a stand-in: bits that become a
-float when they are read, and are rounded to the nearest, ties to even, when they are written.
+In: the source that nvcc gets. Out: C++ source for g++, with a function `launch` and a table of the kernels. A warp runs until all of its threads are at
+a barrier of the block, or done; then the next warp has its turn. So warps are as far apart as barriers let them. Blocks run one after the other. The
+types of nvcc's headers for 16-bit floats have a stand-in: bits that become a float when they are read, and are rounded to the nearest, ties to even, when
+they are written.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ FRONT = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <type_traits>
 #include <ucontext.h>
 using namespace std;
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(n)
-#define alignas(n) __attribute__((aligned(16)))
+#define alignas(n) __attribute__((aligned(n)))
 #define CUDART_INF_F INFINITY
 #define CUDART_INF HUGE_VAL
 #define CUDART_NAN_F NAN
@@ -44,10 +46,12 @@ typedef Vector<uint16_t, 2> nv_bfloat162;
 struct Place { unsigned x; };
 static Place threadIdx, blockIdx;
 static ucontext_t back, at[1024];
-static bool done[1024];
+static bool done[1024], waiting[1024];
 static int current;
-static void __syncthreads() { int mine = current; swapcontext(&at[mine], &back); }
-// Registers of a warp: every thread lays its own down, then takes that of another one. All threads of the block get here. Two places in turn: who is
+static void hand_over() { int mine = current; swapcontext(&at[mine], &back); }
+static void __syncthreads() { waiting[current] = true; hand_over(); }
+static void __syncwarp() { hand_over(); }
+// Registers of a warp: every thread lays its own down, then takes that of another one. All threads of the warp get here. Two places in turn: who is
 // late still finds what was laid down before.
 static double registers[2][1024];
 static bool turn[1024];
@@ -55,7 +59,7 @@ template <class T> static T __shfl_xor_sync(unsigned mask, T value, int distance
   int mine = current;
   double* place = registers[turn[mine] = !turn[mine]];
   *(T*)&place[mine] = value;
-  __syncthreads();
+  __syncwarp();
   return *(T*)&place[mine ^ distance];
 }
 template <class T> static T __ldg(const T* p) { return *p; }
@@ -83,11 +87,55 @@ struct nv_bfloat16 {
 static half __float2half_rn(float x) { return half(x); }
 static nv_bfloat16 __float2bfloat16_rn(float x) { return nv_bfloat16(x); }
 """
+# Pieces of products in the registers of a warp: a thread has eight neighbours of the 256 elements, from its own address. To multiply, the threads of a warp
+# lay theirs down and take what they need. A piece on no boundary of 32 bytes, or in lines of no multiple of 16 bytes, is no number.
+TENSOR_CORES = r"""
+namespace nvcuda { namespace wmma {
+struct matrix_a; struct matrix_b; struct accumulator; struct row_major; struct col_major;
+enum layout_t { mem_row_major, mem_col_major };
+static float left[32][256], right[32][256];
+template <class Use, int m, int n, int k, class T, class Layout = void> struct fragment { T x[8]; };
+template <class Use, int m, int n, int k, class T, class L> void fill_fragment(fragment<Use, m, n, k, T, L>& f, float value) {
+  for (int i = 0; i < 8; i++) f.x[i] = value;
+}
+template <class T> static bool aligned(const T* p, int line) { return (size_t)p % 32 == 0 && line * sizeof(T) % 16 == 0; }
+static int offset(int place, int line, bool rows) { return rows ? place / 16 * line + place % 16 : place % 16 * line + place / 16; }
+template <class Use, class T, class L> void load_matrix_sync(fragment<Use, 16, 16, 16, T, L>& f, const T* p, int line) {
+  for (int i = 0; i < 8; i++) {
+    f.x[i] = aligned(p, line) ? (float)p[offset(threadIdx.x % 32 * 8 + i, line, is_same<L, row_major>::value)] : NAN;
+  }
+}
+template <class A, class B, class C>
+void mma_sync(C& d, const A& a, const B& b, const C& c) {
+  int warp = threadIdx.x / 32, first = threadIdx.x % 32 * 8;
+  for (int i = 0; i < 8; i++) { left[warp][first + i] = a.x[i]; right[warp][first + i] = b.x[i]; }
+  __syncwarp();
+  for (int i = 0; i < 8; i++) {
+    float sum = c.x[i];
+    int row = (first + i) / 16, column = (first + i) % 16;
+    for (int k = 0; k < 16; k++) sum += left[warp][row * 16 + k] * right[warp][k * 16 + column];
+    d.x[i] = sum;
+  }
+  __syncwarp();
+}
+template <class T> void store_matrix_sync(T* p, const fragment<accumulator, 16, 16, 16, T>& f, int line, layout_t layout) {
+  for (int i = 0; i < 8; i++) p[offset(threadIdx.x % 32 * 8 + i, line, layout == mem_row_major)] = aligned(p, line) ? f.x[i] : NAN;
+}
+}}
+"""
 _BACK = r"""
 static void (*body)(void**);
 static void** given;
 static void start() { body(given); done[current] = true; swapcontext(&at[current], &back); }
 static const size_t STACK = 1 << 16;
+// One turn of each thread of a warp that is neither done nor at a barrier of the block: whether any is left.
+static bool goes_on(int first, int end) {
+  bool left = false;
+  for (int t = first; t < end; t++) {
+    if (!done[t] && !waiting[t]) { current = t; threadIdx.x = t; swapcontext(&back, &at[t]); left |= !done[t] && !waiting[t]; }
+  }
+  return left;
+}
 extern "C" void launch(void (*f)(void**), void** arguments, int blocks, int threads, int together) {
   static char* stacks = (char*)malloc(STACK * 1024);
   body = f; given = arguments;
@@ -95,13 +143,14 @@ extern "C" void launch(void (*f)(void**), void** arguments, int blocks, int thre
     blockIdx.x = b;
     if (!together) { for (int t = 0; t < threads; t++) { threadIdx.x = t; f(arguments); } continue; }
     for (int t = 0; t < threads; t++) {
-      getcontext(&at[t]); done[t] = false;
+      getcontext(&at[t]); done[t] = waiting[t] = false;
       at[t].uc_stack.ss_sp = stacks + t * STACK; at[t].uc_stack.ss_size = STACK; at[t].uc_link = 0;
       makecontext(&at[t], start, 0);
     }
     for (bool left = true; left;) {
       left = false;
-      for (int t = 0; t < threads; t++) if (!done[t]) { current = t; threadIdx.x = t; swapcontext(&back, &at[t]); left |= !done[t]; }
+      for (int first = 0; first < threads; first += 32) while (goes_on(first, min(first + 32, threads))) {}
+      for (int t = 0; t < threads; t++) { left |= !done[t]; waiting[t] = false; }
     }
   }
 }
@@ -156,4 +205,4 @@ def translated(source: str) -> str:
             f'{{"{kernel.name}", run_{kernel.name}, {int(kernel.together)}, {kernel.threads}, {shared}, sizes_{kernel.name}}},'
         )
     table = ['extern "C" { extern const Kernel kernels[] = {', *rows, "{0, 0, 0, 0, 0, 0}}; }"]
-    return "\n".join([FRONT, HALVES, source, _BACK, *lines, *table])
+    return "\n".join([FRONT, HALVES, TENSOR_CORES, source, _BACK, *lines, *table])

@@ -30,9 +30,9 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import numpy_dtype
 
+from .blocks import bind_index
 from .body import DeviceBody
 from .folds import fold_threads
-from .loops import bind_index
 
 # Threads of a block, and keys (or queries) of a tile.
 _TILE = 128

@@ -30,9 +30,9 @@ from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, cast, ceil_di
 from penstock.ir.graph import Op, slot_of
 from penstock.ir.ops import BLOCK
 
+from .blocks import THREADS, bind_index
 from .body import DeviceBody
 from .folds import fold_threads
-from .loops import THREADS, bind_index
 
 # Threads of a block, and positions of a tile.
 _TILE = 128

@@ -40,9 +40,10 @@ from penstock.support.errors import UnsupportedModel
 
 from . import caches, quantised, sorting
 from .attention import emit_attention, emit_attention_grad
+from .blocks import THREADS, bind_index
 from .body import DeviceBody
 from .library import library_call
-from .loops import THREADS, DeviceLoops, bind_index, reduce_lines
+from .loops import DeviceLoops, reduce_lines
 
 # ---------------------------------------------------------------------------------------- lookups
 

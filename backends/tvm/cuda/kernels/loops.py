@@ -10,7 +10,7 @@ Out: launches.
             fill a device, the reduced elements are cut into segments with partial results in memory, which a second
             launch reduces
   product   a block per tile of 64 x 64 (16 x 16 for small matrices): panels of 16 steps along k in shared memory,
-            4 x 4 sums per thread
+            4 x 4 sums per thread; with 16-bit floats on tensor cores (tensor_cores.py)
 
 Sums are taken in an order that depends on sizes only. Limit: sizes and positions are 32-bit numbers.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -36,19 +36,18 @@ from penstock.backends.tvm.kernels.tools.product_terms import Product
 from penstock.ir.graph import Value
 from penstock.ir.types import ITEM_BYTES
 
+from . import tensor_cores
+from .blocks import FULL, PANEL, THREADS, Panel, bind_index, guarded, load_panel
 from .body import DeviceBody
 from .chunks import chunk_of
 from .folds import Steps, fold_threads
 from .threads import ThreadEmitter
 
-THREADS = 256
 # Elements from which a thread takes four.
 _MANY = 1 << 20
 _ITEMS = 4
 # Columns of a block that reduces over anything but the last dimension: a warp reads neighbours.
 _COLUMNS = 32
-# Blocks that fill a large device.
-_FULL = 512
 # Steps of one thread before another segment is worth it.
 _STEPS = 16
 # Reductions over so few elements are left to one thread.
@@ -108,7 +107,11 @@ class DeviceLoops:
 
     def product(self, body: Body, product: Product) -> None:
         """Emit a matrix product by tiles."""
-        emit_tiles(_device(body), product)
+        device = _device(body)
+        if tensor_cores.suits(device, product):
+            tensor_cores.emit_tiles(device, product)
+        else:
+            emit_tiles(device, product)
 
     def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:
         """Return the row operations of a shape."""
@@ -135,21 +138,6 @@ def _emit_chunks(
                 point((*lead, *run_index(shape[merged:], column)))
 
 
-def bind_index(body: Body, index: Index) -> Index:
-    """Return the index with every coordinate computed once."""
-    return tuple(i if isinstance(i, tirx.IntImm) else body.emit.bind(i, "o") for i in index)
-
-
-@contextmanager
-def guarded(body: Body, conditions: Sequence[Expr]) -> Iterator[None]:
-    """Open a block where all conditions hold, with values of its own."""
-    with ExitStack() as stack:
-        if conditions:
-            stack.enter_context(body.emit.when(tirx.all(*conditions)))
-        stack.enter_context(body.point())
-        yield
-
-
 # ---------------------------------------------------------------------------------------- reductions
 
 
@@ -173,7 +161,7 @@ def reduce_lines(
     if length <= _SHORT and count > 1:
         width, groups = min(THREADS, power_of_two(count)), 1
     blocks = ceil_div(count, width)
-    segments = min(max(_FULL // blocks, 1), ceil_div(length, groups * _STEPS)) if blocks < _FULL // 4 else 1
+    segments = min(max(FULL // blocks, 1), ceil_div(length, groups * _STEPS)) if blocks < FULL // 4 else 1
     if segments > 1:
         partial = [emit.workspace(segments * count, dtype, "partial") for _ in steps]
 
@@ -372,8 +360,6 @@ class DeviceRows(Rows):
 
 # ---------------------------------------------------------------------------------------- matrix products
 
-_K = 16
-
 
 def emit_tiles(body: DeviceBody, p: Product) -> None:
     """Emit one product: a block per tile of the result."""
@@ -391,20 +377,20 @@ def emit_tiles(body: DeviceBody, p: Product) -> None:
         row, column = emit.bind(thread // 16, "row"), emit.bind(thread % 16, "column")
         # One element more per line, so that lines start in different banks.
         line = tile + 1
-        a_buffer, b_buffer = (emit.shared(_K * line, dtype, name) for name in ("a", "b"))
+        a_buffer, b_buffer = (emit.shared(PANEL * line, dtype, name) for name in ("a", "b"))
         panels = (
-            _Panel(a_buffer, p.m, p.k, top, tile, p.a_along_k, lambda i, k: p.a(lead, i, k)),
-            _Panel(b_buffer, p.n, p.k, left, tile, not p.b_along_j, lambda j, k: p.b(lead, k, j)),
+            Panel(a_buffer, p.m, p.k, top, tile, line, PANEL, p.a_along_k, lambda i, k: p.a(lead, i, k)),
+            Panel(b_buffer, p.n, p.k, left, tile, line, PANEL, not p.b_along_j, lambda j, k: p.b(lead, k, j)),
         )
         sums = emit.alloc(each * each, dtype, "sums")
         with emit.loop(each * each) as c:
             emit.store(sums, literal(0, dtype), c)
-        with emit.loop(ceil_div(p.k, _K)) as turn:
-            start = emit.bind(turn * _K, "k0")
+        with emit.loop(ceil_div(p.k, PANEL)) as turn:
+            start = emit.bind(turn * PANEL, "k0")
             for panel in panels:
-                _load_panel(body, panel, start, thread, dtype)
+                load_panel(body, panel, start, thread)
             emit.barrier()
-            with emit.loop(_K) as k:
+            with emit.loop(PANEL) as k:
                 a, b = emit.alloc(each, dtype, "x"), emit.alloc(each, dtype, "y")
                 with emit.loop(each) as c:
                     emit.store(a, emit.load(a_buffer, k * line + row * each + c), c)
@@ -418,39 +404,3 @@ def emit_tiles(body: DeviceBody, p: Product) -> None:
             conditions = [down < p.m] * bool(p.m % tile) + [across < p.n] * bool(p.n % tile)
             with guarded(body, conditions):
                 body.finish({p.out: (emit.load(sums, i * each + j), bind_index(body, p.place(lead, down, across)))})
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """Shared memory [k, tile] for a part of an operand, from `origin` on; `extent` and `k_extent` are the operand's
-    sizes."""
-
-    buffer: Buffer
-    extent: int
-    k_extent: int
-    origin: Expr
-    tile: int
-    along_k: bool
-    access: Callable[[Expr, Expr], Expr]
-
-
-def _load_panel(body: DeviceBody, panel: _Panel, start: Expr, thread: Expr, dtype: str) -> None:
-    """Fill a panel from step `start` on, zeros outside the operand. Neighbouring threads read neighbours in memory."""
-    emit, tile = body.emit, panel.tile
-    with emit.loop(_K * tile // THREADS) as part, body.point():
-        number = emit.bind(part * THREADS + thread, "e")
-        k, i = (number % _K, number // _K) if panel.along_k else (number // tile, number % tile)
-        k, i = emit.bind(k, "k"), emit.bind(i, "i")
-        conditions, at_i, at_k = [], emit.bind(panel.origin + i, "at"), emit.bind(start + k, "k")
-        if panel.extent % tile:
-            conditions.append(at_i < panel.extent)
-            at_i = emit.bind(tirx.min(at_i, panel.extent - 1), "at")
-        if panel.k_extent % _K:
-            conditions.append(at_k < panel.k_extent)
-            at_k = emit.bind(tirx.min(at_k, max(panel.k_extent - 1, 0)), "k")
-        value = panel.access(at_i, at_k)
-        emit.store(
-            panel.buffer,
-            tirx.Select(tirx.all(*conditions), value, literal(0, dtype)) if conditions else value,
-            k * (tile + 1) + i,
-        )

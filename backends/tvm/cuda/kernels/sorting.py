@@ -22,8 +22,8 @@ from penstock.backends.tvm.kernels.tools.elements import Index, linear, table_ro
 from penstock.backends.tvm.kernels.tools.emit import Buffer, Expr, ceil_div, i32, literal
 from penstock.ir.graph import Value
 
+from .blocks import THREADS, bind_index
 from .body import DeviceBody
-from .loops import THREADS, bind_index
 
 # From this number of indices on they are sorted. Fewer are compared each with each, in one launch.
 SORTED_FROM = 1024

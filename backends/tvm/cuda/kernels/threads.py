@@ -104,6 +104,12 @@ class ThreadEmitter(Emitter):
         self.add(tirx.AllocBuffer(buffer))
         return buffer
 
+    def scoped(self, size: int, name_of_type: str, name: str, scope: str) -> Buffer:
+        """Allocate elements of one of TVM's types in one of its scopes, 16-bit floats in 16 bits."""
+        buffer = tirx.decl_buffer((size,), name_of_type, name=self.fresh(name), scope=scope)
+        self.add(tirx.AllocBuffer(buffer))
+        return buffer
+
     def shared(self, size: int, dtype: str, name: str) -> Buffer:
         """Allocate memory of one block."""
         return self._allocate(size, dtype, name, "shared")

@@ -41,6 +41,16 @@ class Copies(TorchFunctionMode):
         return (torch.ops.aten.copy_.default if func is torch.Tensor.copy_ else func)(*args, **(kwargs or {}))
 
 
+class Sums(TorchFunctionMode):
+    """Sums in place, past bindings that look for the device themselves: what is added to is the result."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.addmm:
+            assert given.pop("out") is args[0]
+        return (torch.ops.aten.add_.Tensor if func is torch.Tensor.add_ else func)(*args, **given)
+
+
 def record(kind: str, attrs: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Record:
     """What torch does for a call with operands and results of these shapes and types on a GPU."""
     with FakeTensorMode():
@@ -129,6 +139,21 @@ def test_products_of_16_bits_have_sizes_that_are_multiples_of_8(x: Any, y: Any, 
     plain = product("f32", x, y, bool(ta), bool(tb))
     ((_, args),) = [(name, args) for name, args in plain.calls if name in ("mm", "bmm")]
     assert any(n % 8 for a in args[:2] for n in a.shape[-2:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "wanted"), [("bf16", 96, ["addmm"]), ("f32", 96, ["addmm"]), ("bf16", 91, ["mm", "add_"])]
+)
+def test_a_product_is_added_to_a_variable_in_one_call(dtype: str, columns: int, wanted: list[str]) -> None:
+    """In float32 throughout; with zeros around it, in two calls."""
+    with FakeTensorMode():
+        x, y = (torch.empty(s, dtype=TYPES[dtype], device="cuda") for s in ((512, 64), (512, columns)))
+        total = torch.empty(64, columns, device="cuda")
+        with Sums(), Record() as seen:
+            torch_calls.ADDED["matmul"]({"ta": True, "tb": False}, total, x, y)
+    assert [name for name in seen.names if name in ("mm", "addmm", "add_", "copy_", "_to_copy")] == wanted
+    (args,) = (args for name, args in seen.calls if name == wanted[0])
+    assert dtype == "f32" or torch.float32 in args
 
 
 @pytest.mark.parametrize("x", [(5, 96, 77), (96, 77)])

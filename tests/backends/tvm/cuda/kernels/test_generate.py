@@ -20,6 +20,7 @@ from tvm import tirx
 from penstock import api
 from penstock.backends.interface import StageProgram
 from penstock.backends.numpy_backend import NumpyProgram
+from penstock.backends.tvm.cuda import torch_calls
 from penstock.backends.tvm.cuda.kernels.generate import KINDS
 from penstock.backends.tvm.cuda.target import device_machine
 from penstock.backends.tvm.cuda.torch_calls import CALLS, register
@@ -31,14 +32,15 @@ from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import PORTABLE
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import Graph, Value, signature
+from penstock.ir.graph import Graph, Op, Value, signature
 from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.interpreter.store import initial_arrays
 from penstock.ir.ops import OPS, make
 from penstock.ir.training.optimizers import Momentum
 from penstock.ir.types import FLOATS, parse_type
 from penstock.models import write_cnn, write_gpt
-from penstock.runtime.state.store import as_array
+from penstock.passes.kernels.fuse import choose_kernels
+from penstock.runtime.state.store import TORCH_DTYPES, as_array
 
 from ...cases import compare, difference, make_args, random_array
 from .serial_threads import count_barriers, serial_module
@@ -169,6 +171,40 @@ def test_layout_changes_in_front_of_library_calls_are_views(tmp_path: Path) -> N
     graph = Graph("s0.F", (x, w), product.outs, (split, turned, part, spread, product))
     assert [len(step.group.ops) for step in plan_kernels(graph, device_machine("sm_90")).steps] == [1]
     assert not compare(build_serial([graph], tmp_path), graph, make_args(graph, np.random.default_rng(4)))
+
+
+def gradient(dtype: str) -> Graph:
+    """A product of a library, whose result is added to a variable in float32."""
+    x, y = Value("x", parse_type(f"{dtype}[2,12,40]")), Value("y", parse_type(f"{dtype}[24,33]"))
+    flat = make("reshape", [x], ["flat"], "", shape=(24, 40))
+    dw = make("matmul", [flat.outs[0], y], ["dw"], "", ta=True, library="torch")
+    ops = [flat, dw, *([make("cast", dw.outs, ["wide"], "", dtype="f32")] if dtype != "f32" else [])]
+    ops.append(Op("accum", ops[-1].outs, (), {"var": "w.grad"}))
+    ops.append(make("relu", [y], ["z"], ""))
+    return choose_kernels(Graph("s0.B", (x, y), ops[-1].outs, tuple(ops)))
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["added", "control: stored"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_products_are_added_to_variables_where_they_are_made(
+    dtype: str, added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    graph = gradient(dtype)
+    steps = plan_kernels(graph, device_machine("sm_90")).steps
+    (call,) = (step for step in steps if isinstance(step.kernel.function, LibraryCall))
+    assert ([op.kind for op in call.group.ops], call.kernel.outs) == (["matmul", "accum"], ())
+    if not added:
+        stores = {"matmul": lambda a, total, x, y: total.copy_(x.mT.float() @ y.float())}
+        monkeypatch.setattr(torch_calls, "ADDED", stores)
+    rng = np.random.default_rng(4)
+    given = [torch.tensor(random_array(rng, v.type).astype(np.float32)).to(TORCH_DTYPES[dtype]) for v in graph.ins]
+    before = torch.randn(40, 33)
+    total = before.clone()
+    build_serial([graph], tmp_path).call(graph.name, [*given, total])
+    expected = before.double() + given[0].double().reshape(24, 40).mT @ given[1].double()
+    # Rounding to 16 bits on the way would be a thousand times as much.
+    assert torch.allclose(total.double(), expected, rtol=1e-5, atol=1e-5) == added
 
 
 @pytest.mark.parametrize(

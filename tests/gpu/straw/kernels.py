@@ -1,7 +1,8 @@
-"""Attention of torch's kernels that only a GPU has, on the processor: plain products with all scores in memory, in float32.
+"""Operations that torch has for GPUs alone, on the processor: attention by plain products with all scores in memory, and products of 16 bits with float32
+results. All is computed in float32.
 
 In: the operands of an operation of torch as `perform` queues it. Out: its first results; those that nothing here reads are left out. `KERNELS` has a
-function for each operation.
+function for each operation, `IN_PLACE` one for each that fills a tensor it is given.
 """
 
 from __future__ import annotations
@@ -64,10 +65,20 @@ def _efficient_backward(
     return _backward((dy, q, k, v), bias, y, logarithm, causal, scale)
 
 
+def _product(x: Any, y: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [(x.float() @ y.float()).to(dtype)]
+
+
+def _add_product(total: Any, x: Any, y: Any, _: torch.dtype, *, out: Any) -> None:
+    out.copy_(total + x.float() @ y.float())
+
+
 _ATEN = torch.ops.aten
 KERNELS: dict[Any, Callable[..., list[torch.Tensor]]] = {
+    _ATEN.mm.dtype: _product,
     _ATEN._scaled_dot_product_flash_attention.default: _flash,
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _ATEN._scaled_dot_product_efficient_attention.default: _efficient,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+IN_PLACE: dict[Any, Callable[..., None]] = {_ATEN.addmm.dtype_out: _add_product}
