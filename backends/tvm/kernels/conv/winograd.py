@@ -23,6 +23,7 @@ squares, however long.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,20 +261,18 @@ class _Squares(Panels):
         with emit.loop(c.channels, kind, "c") as channel, emit.loop(self.images, SERIAL, "n") as n, self.body.point():
             place = emit.bind(channel * apart + n * (height * self.columns), "place")
             self._sources(band.points, place, c.channels * apart, image + n, channel, top, rows)
-        strip = height
-        if kind == PARALLEL and rows % 2 == 0 and self.images == 1:
-            strip = max(
-                (n for n in range(1, height + 1) if height % n == 0 and self.panels * (height // n) >= _TASKS),
-                default=1,
-            )
-        with emit.loop(self.panels * (height // strip), kind, "jo") as task, self.body.point():
-            panel, first = (
-                (task, literal(0, "i32"))
-                if strip == height
-                else (tirx.floordiv(task, height // strip), tirx.floormod(task, height // strip))
-            )
-            panel, first = emit.bind(panel, "panel"), emit.bind(first * strip, "first")
-            self._strip(packed, panel, band, first, strip, min(rows, 2 * strip))
+        # A strip reads all weights of a panel again, so there are as few as threads need.
+        split = kind == PARALLEL and rows % 2 == 0 and self.images == 1
+        strips = min(ceil_div(_TASKS, self.panels), height) if split else 1
+        low, taller = divmod(height, strips)
+        with emit.loop(self.panels * strips, kind, "jo") as task, self.body.point():
+            panel = emit.bind(tirx.floordiv(task, strips) if strips > 1 else task, "panel")
+            number = tirx.floormod(task, strips) if strips > 1 else literal(0, "i32")
+            first = emit.bind(number * low + tirx.min(number, taller), "first")
+            for tall, met in ((low + 1, number < taller), (low, number >= taller)):
+                with emit.when(met) if taller else nullcontext(), self.body.point():
+                    if taller or tall == low:
+                        self._strip(packed, panel, band, first, tall, min(rows, 2 * tall))
 
     def _strip(self, packed: Buffer, panel: Expr, band: _SquareBand, first: Expr, height: int, rows: int) -> None:
         """Emit the outputs of a panel for `height` rows of squares of a band, from row `first` on."""
