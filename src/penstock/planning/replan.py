@@ -32,7 +32,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -42,10 +42,10 @@ from typing import Any
 from penstock.backends.bundle.format import NAMES, SOURCE, Bundle, Origin, open_bundle
 from penstock.backends.interface import CompileOptions
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import REPLICAS
+from penstock.ir.graph import REPLICAS, Module
 from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.manager import Call, parse_pipeline, run_passes
-from penstock.passes.memory.offload import ALL, BOTH, STATE, WEIGHTS
+from penstock.passes.memory.offload import ACTIVATIONS, ALL, BOTH, STATE, WEIGHTS
 from penstock.passes.partition.devices import Axes, StageDevices, mesh_axes
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import equal_shares, fair_shares
@@ -56,6 +56,9 @@ from penstock.support.words import counted
 from .build import Content, assemble
 from .facts import describe_plan
 from .predict import predict
+
+# What may still be elsewhere where all of a kind cannot be.
+_LESS = {ALL: (BOTH, STATE, ACTIVATIONS), BOTH: (STATE, ACTIVATIONS), WEIGHTS: (STATE,)}
 
 
 def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
@@ -72,20 +75,36 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     cluster = _without(reference.cluster, devices)
     placed = _placed(bundle, cluster, mesh_axes(before[first].options.mesh))
     calls = _changed(before[first:], placed, bundle)
-    try:
-        module = run_passes(reference.but(cluster=cluster), calls, PASSES)
-    except UsageError:
-        # On other devices nothing may be gained by what is elsewhere. Any other error comes again.
-        without = [call for call in calls if call.name != "offload"]
-        if len(without) == len(calls):
-            raise
-        calls, module = without, run_passes(reference.but(cluster=cluster), without, PASSES)
-    every = [*before[:first], *calls]
+    done, module = _carried_out(reference.but(cluster=cluster), calls)
+    every = [*before[:first], *done]
     facts = describe_plan(module, reference, every, predict(module))
     weights, origin = bundle.weights(), _origin(bundle)
     content = Content(module, reference, weights, facts, bundle.manifest.source_hash, lambda folder: origin)
     assemble(out, content, bundle.manifest.backend, CompileOptions())
     return _summary(before, every, bundle, placed)
+
+
+def _carried_out(module: Module, calls: Sequence[Call]) -> tuple[Sequence[Call], Module]:
+    """Run the passes. On other devices nothing may be gained by some of what is elsewhere: less is then. Any other
+    error comes again with the last of these."""
+    refused: UsageError | None = None
+    for fewer in _moving_less(calls):
+        try:
+            return fewer, run_passes(module, fewer, PASSES)
+        except UsageError as error:
+            refused = error
+    assert refused is not None
+    raise refused
+
+
+def _moving_less(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
+    """Yield the calls, then with less that is elsewhere, then with nothing."""
+    yield calls
+    what = next((call.options.what for call in calls if call.name == "offload"), "")
+    for less in _LESS.get(what, ()):
+        yield [Call(call.name, replace(call.options, what=less)) if call.name == "offload" else call for call in calls]
+    if what:
+        yield [call for call in calls if call.name != "offload"]
 
 
 def _origin(bundle: Bundle) -> Origin | None:

@@ -133,6 +133,20 @@ def test_state_stays_elsewhere_on_fewer_devices(tmp_path):
     assert ran[0] == pytest.approx(ran[1], rel=1e-6)
 
 
+def test_state_stays_elsewhere_where_saved_sets_cannot(tmp_path):
+    """On one device each forward is followed by its backward at once: nothing is away between them."""
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=6)
+    model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [8] * 17, batch=4))
+    plan = ps.plan(model, Cluster.local(4), training, offload="both", spill=str(tmp_path))
+    path = ps.compile(plan, tmp_path / "four", backend="numpy")
+    replan(open_bundle(path), ["cpu:0"], tmp_path / "one")
+    one = open_bundle(tmp_path / "one")
+    assert one.plan["offload"] == "state"
+    assert {action.item[0] for action in one.module.schedule.actions() if action.item} == {"c"}
+    ran = [run_bundle(each, steps=2, progress=False, timeout=60).losses for each in (path, tmp_path / "one")]
+    assert ran[0] == pytest.approx(ran[1], rel=1e-6)
+
+
 def test_microbatches_that_cannot_be_dealt_to_fewer_devices_go_through_one_stage_each(tmp_path):
     """Sixteen make equal groups for four devices, and none for three."""
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=16)
