@@ -106,7 +106,7 @@ def explained(chain: Chain, fleet: Fleet, arguments: argparse.Namespace) -> dict
     result = plan_chain(chain, fleet, wanted)
     times.append(time.process_time())
     for outcome in result.outcomes.values():
-        without_little_help(chain, fleet, wanted, outcome)
+        without_little_help(result.planner, outcome)
     times.append(time.process_time())
     counterfactuals(result)
     times.append(time.process_time())

@@ -184,8 +184,8 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     if limited and not wanted.zero and len(fleet) > 1:
         shared = replace(best.plan, zero=1 if any(len(stage.devices) > 1 for stage in best.plan.stages) else 0)
         changes.append(_change("level 1 of zero (--zero 1)", planner.but(replace(wanted, zero=1)), schedule, shared))
-    for devices, name, part in _without(result):
-        change = _change("", planner.on(part), schedule) if len(part) else PlanChange("", None)
+    for devices, name, lost in _without(result):
+        change = _change("", planner.without([lost]), schedule) if len(fleet) > 1 else PlanChange("", None)
         changes.append(replace(change, name=f"without {name}", devices=devices))
     for name, part in _faster(fleet):
         changes.append(_change(name, planner.on(part), schedule, best.plan))
@@ -213,15 +213,15 @@ def _change(name: str, planner: Planner, schedule: str, known: PipelinePlan | No
     return PlanChange(name, None, planner.sees_all) if outcome is None else PlanChange(name, outcome.step)
 
 
-def _without(result: Result) -> Iterator[tuple[tuple[str, ...], str, Fleet]]:
-    """Yield used devices that are alike, words for one of them, and the fleet without it."""
+def _without(result: Result) -> Iterator[tuple[tuple[str, ...], str, int]]:
+    """Yield used devices that are alike, words for one of them, and its number."""
     fleet, used = result.fleet, set(result.best.plan.devices)
     for group in result.planner.alike():
         used_here = [i for i in group if i in used]
         if used_here:
             name = fleet.devices[used_here[0]].name + _or_another(len(group) - 1)
             devices = tuple(fleet.devices[i].name for i in used_here)
-            yield devices, name, fleet.only([i for i in range(len(fleet)) if i != used_here[0]])
+            yield devices, name, used_here[0]
 
 
 def _or_another(others: int) -> str:

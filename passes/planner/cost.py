@@ -100,6 +100,14 @@ def _hop(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Sequ
     aligned = len(source) == len(target) and len({kinds[i] for i in source}) == len({kinds[i] for i in target}) == 1
     pairs = list(zip(source, target, strict=True)) if aligned else [(a, b) for a in source for b in target]
     part = 1.0 / len(pairs)
+    if (alone := fleet.ways_apart(pairs)) is not None:
+        # Each pair has links of its own: which pairs these are makes no difference.
+        key = frozenset(alone), len(pairs)
+        if key not in fleet.apart:
+            each = {row for a, b in alone for row in ((part, 0.0, a.bandwidth), (0.0, part, b.bandwidth))}
+            trips = {(a.latency, a.bandwidth, b.latency, b.bandwidth) for a, b in alone}
+            fleet.apart[key] = Hop(tuple(sorted(trips)), tuple(sorted(each)), ())
+        return fleet.apart[key]
     ways = set()
     forward: dict[tuple[str, float], float] = {}
     back: dict[tuple[str, float], float] = {}

@@ -56,9 +56,16 @@ class Fleet:
     path: Callable[[int, int], Path]
     hops: dict[tuple[Indices, Indices], Hop] = field(default_factory=dict, repr=False, compare=False)
     rings: dict[Indices, Ring] = field(default_factory=dict, repr=False, compare=False)
+    apart: dict[tuple[frozenset[tuple[Path, Path]], int], Hop] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    def ways_apart(self, pairs: Sequence[tuple[int, int]]) -> set[tuple[Path, Path]] | None:
+        """Return the ways there and back between pairs of devices, where no two have a network card in common that
+        counts; None where they may."""
+        ways = {(self.path(a, b), self.path(b, a)) for a, b in pairs}
+        return None if any(there.shares or back.shares for there, back in ways) else ways
 
     def but(self, devices: Sequence[Device]) -> Fleet:
         """Return the same connections between devices that are changed, one for one."""

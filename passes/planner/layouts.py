@@ -23,7 +23,8 @@ a few.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -73,6 +74,8 @@ class DeviceSets:
         by_size = np.lexsort((self.target, self.used[self.source]))
         self.by_size = np.split(by_size, np.searchsorted(self.used[self.source][by_size], np.arange(1, len(fleet))))
         self._weights = weights
+        # The number of the set of devices that no plan may use.
+        self.left_out = 0
         self.alike = self._alike()
 
     def devices(self, group: int, used: int = 0) -> tuple[int, ...]:
@@ -88,8 +91,12 @@ class DeviceSets:
         return frozenset(i for members, n in zip(self.classes, self.digits[used], strict=True) for i in members[:n])
 
     def ends(self, using: Callable[[frozenset[int]], bool] | None) -> Bools:
-        """Return which sets a plan may use."""
-        return self.used > 0 if using is None else np.array([using(self.members(u)) for u in range(self.count)])
+        """Return with which sets a plan may end. Those that are left out are among them."""
+        return (
+            self.used > self.used[self.left_out]
+            if using is None
+            else np.array([using(self.members(u)) for u in range(self.count)])
+        )
 
     def ring(self, group: int) -> Ring:
         return ring_of(self.fleet, self.devices(group))
@@ -105,12 +112,23 @@ class DeviceSets:
             if a != b or len(self.classes[self.groups[a].index(1)]) > 1:
                 yield self.hop(a, b)
 
-    def reached(self, reach: Numbers) -> Numbers:
-        """Return how far each set gets, where group g gets from position y to `reach[g, y]`, but never back."""
+    def reached(self, reach: Callable[[Numbers, Numbers], Numbers]) -> Numbers:
+        """Return how far each set gets, where groups g get from positions y to `reach(g, y)`, but never back."""
         far = np.zeros(self.count, np.int64)
         for pairs in self.by_size:
-            np.maximum.at(far, self.target[pairs], reach[self.group[pairs], far[self.source[pairs]]])
+            np.maximum.at(far, self.target[pairs], reach(self.group[pairs], far[self.source[pairs]]))
         return far
+
+    def without(self, devices: Collection[int]) -> DeviceSets:
+        """Return the same sets for plans that leave some devices out: these count as used from the beginning. What is
+        reached and summed up is then that of sets without them."""
+        other = copy(self)
+        other.classes = [sorted(members, key=lambda i: i not in devices) for members in self.classes]
+        gone = np.array([sum(i in devices for i in x) for x in self.classes])
+        other.left_out = int(gone @ self._weights)
+        able = (self.digits <= np.array([len(x) for x in self.classes]) - gone).all(1)
+        other.by_size = [pairs[able[self.target[pairs]]] for pairs in self.by_size]
+        return other
 
     def sums(self, each: Floats) -> Floats:
         """Return the least sum with which each set, or a part of it, gets from position 0 to every other.

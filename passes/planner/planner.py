@@ -16,7 +16,7 @@ An interrupt ends a search, not planning: the best plan until then stays, with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,13 +29,15 @@ from .fleet import Fleet
 from .layouts import DeviceLayout, DeviceSets, device_sets, in_a_row, rows
 from .plan import Judged, PipelinePlan, PlanRequest
 from .search import Floor, Found, LayoutSearch, StageSearch, reaches
-from .set_search import SetSearch
+from .set_search import Bools, SetSearch
 from .stages import Stages
 
 # The most numbers of replicas that are tried for a row of devices.
 _SIZES = 16
 # The tolerance of a first, coarse search: its plan ends most of the fine searches at once.
 _COARSE = 0.03
+# The most elements of matrices of searches that are kept, eight bytes each.
+_KEPT = 40_000_000
 
 
 Devices = Callable[[frozenset[int]], bool]
@@ -84,6 +86,11 @@ class Planner:
         self.keeps_seen, self.stopped = True, False
         # Whether a limit ended any search early.
         self._dropped = False
+        # Devices that no plan may use. Of a part of a fleet without them, the numbers of its devices in the whole.
+        self.left_out: frozenset[int] = frozenset()
+        self._numbers: tuple[int, ...] = ()
+        # Searches over sets of one schedule, for plans that leave devices out.
+        self._kept: dict[tuple[str, int, int], SetSearch] = {}
 
     @property
     def sees_all(self) -> bool:
@@ -96,10 +103,29 @@ class Planner:
         fleet = self.fleet if memory == 1 else self.fleet.with_memory(memory)
         other = Planner(self.chain, fleet, wanted or self.wanted, progress or self.progress)
         other._tables, other.keeps_seen = self._tables, False
+        other.left_out, other._numbers = self.left_out, self._numbers
         places = self.places()
         if isinstance(places[0], DeviceSets) and other.wanted.replicas == self.wanted.replicas:
             # Memory is less for all devices alike, so those that are alike stay so.
             other._places = places
+            wanted = other.wanted
+            alike = replace(wanted, schedules=self.wanted.schedules, sizes=self.wanted.sizes)
+            if memory == 1 and replace(alike, tolerance=self.wanted.tolerance) == self.wanted:
+                other._kept = self._kept
+        return other
+
+    def without(self, devices: Collection[int]) -> Planner:
+        """Return a planner for the same fleet, whose plans leave some devices out, but not all. Where every choice of
+        devices is searched, it shares searches, too."""
+        gone = self.left_out | set(devices)
+        sets = self.places()[0]
+        if isinstance(sets, DeviceSets) and sets.complete:
+            other = self.but()
+            other.left_out, other._places = gone, [sets.without(gone)]
+            return other
+        remaining = tuple(i for i in range(len(self.fleet)) if i not in gone)
+        other = self.on(self.fleet.only(remaining))
+        other._numbers = remaining
         return other
 
     def on(self, fleet: Fleet) -> Planner:
@@ -135,7 +161,7 @@ class Planner:
         if not self._places:
             speeds = self.speeds(min(self.wanted.microbatch_sizes()))
             sets = device_sets(self.fleet, speeds, self.wanted.replicas, len(self.chain.layers))
-            self._places = list(self._rows(speeds)) if sets is None else [sets]
+            self._places = list(self._rows(speeds)) if sets is None else [sets.without(self.left_out)]
         return self._places
 
     def _rows(self, speed: list[float]) -> Iterator[DeviceLayout]:
@@ -187,6 +213,10 @@ class Planner:
     def best(self, schedule: str, using: Devices | None = None, below: float = np.inf) -> Outcome | None:
         """Return the best plan of one schedule on a set of devices that `using` allows, or None where none fits; with a
         limit on its time, None where none takes less."""
+        outcome = self._best(schedule, using, below)
+        return outcome if outcome is None or not self._numbers else _numbered(outcome, self._numbers)
+
+    def _best(self, schedule: str, using: Devices | None, below: float) -> Outcome | None:
         tolerance, in_sets = self.wanted.tolerance, isinstance(self.places()[0], DeviceSets)
         outcome = self._pass(schedule, using, None, tolerance if in_sets else max(tolerance, _COARSE), below)
         if outcome is not None and not in_sets and tolerance < _COARSE and not self.stopped:
@@ -197,7 +227,7 @@ class Planner:
             and not np.isfinite(below)
             and (parts := self._in_parts(schedule)) is not None
         ):
-            outcome = parts.best(schedule, using)
+            outcome = parts._best(schedule, using, np.inf)
             self.stopped = parts.stopped
         return outcome
 
@@ -312,7 +342,8 @@ class Planner:
         if isinstance(layout, DeviceLayout):
             together, most = sum(speeds[kind] * n for kind, n in layout.used), layout.most
         else:
-            together, most = sum(speeds), len(speeds) if layout is None else int(layout.replicas.max())
+            together = sum(speed for i, speed in enumerate(speeds) if i not in self.left_out)
+            most = len(speeds) if layout is None else int(layout.replicas.max())
         busy = count * seconds / max(together, 1e-300)
         pace = busy * max(0, count - most) / count
         fill = seconds if SCHEDULES[schedule].fills_whole else 0.0
@@ -328,17 +359,30 @@ class Planner:
         """
         apart = SCHEDULES[schedule].splits and not self._stages(schedule, b, 0).roomy
         if isinstance(place, DeviceSets):
-            ends = place.ends(using)
-            for total in range(1, len(self.fleet) + 1) if apart else (0,):
-                within = ends & (place.used == total) if total else ends
+            ends, unused = place.ends(using), place.used[place.left_out]
+            for total in range(1, len(self.fleet) - int(unused) + 1) if apart else (0,):
+                within = ends & (place.used - unused == total) if total else ends
                 if within.any():
-                    yield SetSearch(self.table(b), self.fleet, self._stages(schedule, b, total), place, within)
+                    yield self._set_search((schedule, b, total), place, within)
             return
         total = max(map(len, place.placed)) if apart else 0
         nodes = [node for node, placed in enumerate(place.placed) if placed and (using is None or using(placed))]
         nodes = [node for node in nodes if len(place.placed[node]) == total] if total else nodes
         if reaches(stages := self._stages(schedule, b, total), place, nodes):
             yield LayoutSearch(self.table(b), self.fleet, stages, place, nodes)
+
+    def _set_search(self, case: tuple[str, int, int], sets: DeviceSets, ends: Bools) -> SetSearch:
+        """Return the search over sets of a case: schedule, samples of a microbatch, number of devices. What does not
+        depend on the devices left out is kept for other such searches."""
+        if case not in self._kept:
+            if any(kept[0] != case[0] for kept in self._kept):
+                self._kept.clear()
+            search = SetSearch(self.table(case[1]), self.fleet, self._stages(*case), sets, ends)
+            # Cases come again in the same order: to drop the oldest for the newest would keep none.
+            if search.elements + sum(kept.elements for kept in self._kept.values()) > _KEPT:
+                return search
+            self._kept[case] = search
+        return self._kept[case].without(sets, ends)
 
     def _stages(self, schedule: str, b: int, total: int) -> Stages:
         key = (schedule, b, total)
@@ -349,6 +393,13 @@ class Planner:
                 key: Stages(self.table(b), self.fleet, self.kinds, schedule, self.wanted.batch // b, self.wanted, total)
             }
         return self._costs[key]
+
+
+def _numbered(outcome: Outcome, numbers: Sequence[int]) -> Outcome:
+    """Return the plan of a part of a fleet in the numbers of the whole."""
+    stages = tuple(replace(s, devices=tuple(numbers[i] for i in s.devices)) for s in outcome.plan.stages)
+    memory = {numbers[i]: held for i, held in outcome.judged.memory.items()}
+    return replace(outcome, plan=replace(outcome.plan, stages=stages), judged=replace(outcome.judged, memory=memory))
 
 
 def _thinned(sizes: list[int]) -> list[int]:

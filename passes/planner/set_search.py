@@ -18,17 +18,19 @@ left; then the search proves nothing (`complete` is false), and its bound is tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from .chain import Floats, Table
-from .fleet import Fleet
+from .fleet import Fleet, Hop
 from .layouts import DeviceSets, Numbers
 from .plan import Judged, PipelinePlan, StagePlan
 from .search import FREE, Floor, Found, StageSearch
-from .stages import Option, Stages
+from .stages import Option, Singles, Stages
 
 Bools = npt.NDArray[np.bool_]
 # The most states with as many devices that are kept, where all choices of devices are searched and where not; the most
@@ -38,7 +40,7 @@ _STATES, _FEW_STATES, _ROWS, _ENOUGH = 40_000, 2000, 200_000, 60_000_000
 # bytes each.
 _WAITING, _CELLS = 3_000_000, 2_000_000
 # The most blocks of layers, and elements, of sums over sets.
-_MOST_BLOCKS, _MOST_ADDED = 40, 20_000_000
+_MOST_BLOCKS, _MOST_ADDED = 30, 20_000_000
 # The most elements of sums over sets that are kept, for limits that are asked for again.
 _REMEMBERED = 2_000_000
 # Bounds are computed in another order than what they bound.
@@ -68,6 +70,26 @@ class States:
         return States(*(getattr(self, name)[which] for name in self.__slots__))
 
 
+class PairTable:
+    """Pairs of arrays of one shape in one array, to look up elements of many at once. Memory is taken for as
+    many as are `likely` at first."""
+
+    def __init__(self, likely: int, shape: tuple[int, ...]) -> None:
+        self._values, self._count = np.empty((2, likely, *shape)), 0
+
+    def add(self, first: Floats, second: Floats) -> int:
+        """Return the number of a new pair."""
+        if self._count == self._values.shape[1]:
+            self._values = np.concatenate([self._values, np.empty_like(self._values)], 1)
+        self._values[0, self._count], self._values[1, self._count] = first, second
+        self._count += 1
+        return self._count - 1
+
+    def look(self, numbers: Numbers, *at: Numbers) -> tuple[Floats, Floats]:
+        """Return the elements of pairs at some places."""
+        return self._values[0][numbers, *at], self._values[1][numbers, *at]
+
+
 def _joined(parts: Sequence[States]) -> States:
     return States(*(np.concatenate([getattr(part, name) for part in parts]) for name in States.__slots__))
 
@@ -79,16 +101,25 @@ class SetSearch(StageSearch):
         super().__init__(table, fleet, stages)
         self.sets, self.ends = sets, ends
         self.candidates = 0
-        self._reached: dict[float, tuple[Numbers, Numbers]] = {}
+        self._reached: dict[float, Numbers] = {}
+        self._lowest: dict[float, Numbers] = {}
         self._sums: dict[float, Floats] = {}
         self._options: dict[tuple[int, int, int], list[Option]] = {}
+        # Cost and pace of options, by first and last layer.
+        self._cells, self._option_numbers = (
+            PairTable(len(sets.groups), (table.count + 1, table.count + 1)),
+            dict[int, int](),
+        )
         # The boundaries between groups: their numbers, and their round trips and loads.
         self._crossings = np.full((len(sets.groups), len(sets.groups)), -1, np.int64)
-        self._numbers: dict[int, int] = {}
-        self._rows = np.zeros((2, 16, table.count + 1))
+        self._trip_rows, self._trip_numbers = PairTable(16, (table.count + 1,)), dict[object, int]()
         trips = self._least_trips()
         # What no stage of each group is below for layers y .. x - 1, as [group, y, x].
-        self.paces, self.costs = self._least(trips)
+        self.paces, costs = self._least(trips)
+        self.costs = costs if not self.delayed else costs[:0]
+        # The least pace from y or before it to x or behind it.
+        self._longer = np.minimum.accumulate(self.paces, 1)
+        np.minimum.accumulate(self._longer[:, :, ::-1], 2, out=self._longer[:, :, ::-1])
         # The first positions of blocks, for sums over sets.
         self.blocks = np.unique(
             np.linspace(0, table.count, min(table.count, _MOST_BLOCKS) + 1).round().astype(np.int64)
@@ -104,14 +135,9 @@ class SetSearch(StageSearch):
         ways = {hop.ways: hop for hop in self.sets.single_hops()}
         return np.min([self._boundary(hop)[0] for hop in ways.values()], 0) if ways else np.zeros(self.table.count + 1)
 
-    def _least(self, trips: Floats) -> tuple[Floats, Floats]:
+    def _least(self, trips: Floats) -> tuple[Singles, Singles]:
         groups = range(len(self.sets.groups))
-        pace, cost = self.stages.least([self.sets.devices(g) for g in groups], [self.sets.ring(g) for g in groups])
-        if not self.delayed and self.row.bounded:
-            waits = (-(-self.count // self.sets.replicas) - 1)[:, None, None]
-            pace += waits * trips
-        cost += trips
-        return pace, cost
+        return self.stages.least([self.sets.devices(g) for g in groups], [self.sets.ring(g) for g in groups], trips)
 
     def _remainder(self, trips: Floats) -> Floats:
         """Return the least sum that stages with the first x layers add, with the message behind them, on the devices
@@ -129,23 +155,33 @@ class SetSearch(StageSearch):
 
     def least_sum(self, limit: float) -> float:
         """Return what no sum under a limit is below."""
-        return float(self._left(limit)[0, -1])
+        return float(self._left(limit)[self.sets.left_out, -1])
 
     def _left(self, limit: float) -> Floats:
         """Return the same under a limit: no group takes more layers than it allows."""
         if not self.foresees:
             return self.remainder
         if limit not in self._sums:
-            each = np.where(self.paces <= limit * _SLACK, self.costs, np.inf)
-            ends = np.append(self.blocks[1:], each.shape[1]) - 1
-            for axis in (1, 2):
-                parts = [self.blocks + k for k in range(int((ends - self.blocks).max()) + 1)]
-                each = np.minimum.reduce([each.take(np.minimum(part, ends), axis) for part in parts])
+            pace, cost = self._block_least
+            each = np.where(pace <= limit * _SLACK, cost, np.inf)
             block = np.searchsorted(self.blocks, np.arange(self.table.count + 1), "right") - 1
             while self._sums and (len(self._sums) + 1) * self.remainder.size > _REMEMBERED:
                 del self._sums[next(iter(self._sums))]
             self._sums[limit] = np.maximum(self.sets.sums(each)[::-1][:, block], self.remainder)
         return self._sums[limit]
+
+    @cached_property
+    def _block_least(self) -> tuple[Floats, Floats]:
+        """Return for each group what no stage from one block of layers to another is below: pace and cost."""
+        ends = np.append(self.blocks[1:], self.table.count + 1) - 1
+
+        def least(each: Singles) -> Floats:
+            for axis in (1, 2):
+                parts = [self.blocks + k for k in range(int((ends - self.blocks).max()) + 1)]
+                each = np.minimum.reduce([each.take(np.minimum(part, ends), axis) for part in parts])
+            return each.astype(np.float64)
+
+        return least(self.paces), least(self.costs)
 
     def _speeds(self) -> tuple[Floats, Floats]:
         """Return the time of the first x layers on a typical device, and how many of these the devices outside of each
@@ -156,20 +192,49 @@ class SetSearch(StageSearch):
         typical = rows[int(totals.argmin())]
         return np.concatenate([[0.0], np.cumsum(typical)]), np.asarray(left @ (totals.min() / totals))
 
-    def _reach(self, limit: float) -> tuple[Numbers, Numbers]:
+    def _reach(self, limit: float) -> Numbers:
         """Return how many of the first layers each set of devices gets through under a limit, without waiting for
-        messages; and the first layer with which each group gets to each layer."""
+        messages."""
         if limit not in self._reached:
-            positions = np.arange(self.table.count + 1)
-            fits = self.paces <= limit * _SLACK
-            last = np.where(fits, positions, 0).max(2)
-            reach = np.maximum.accumulate(np.maximum(last, positions), 1)
-            lowest = np.where(fits.any(1), fits.argmax(1), self.table.count + 1)
-            self._reached = {limit: (self.sets.reached(reach), lowest)}
+            longer, most = self._longer, np.float32(limit * _SLACK)
+            groups, positions, _ = longer.shape
+            # What fits is the first of a row of `longer`. It is looked up for each pair, or once for all.
+            if len(self.sets.source) < groups * positions:
+
+                def reach(group: Numbers, at: Numbers) -> Numbers:
+                    return np.asarray(np.maximum(np.count_nonzero(longer[group, at] <= most, 1) - 1, at))
+
+            else:
+                table = np.maximum(np.count_nonzero(longer <= most, 2) - 1, np.arange(positions))
+
+                def reach(group: Numbers, at: Numbers) -> Numbers:
+                    return np.asarray(table[group, at])
+
+            self._reached = {limit: self.sets.reached(reach)}
         return self._reached[limit]
 
+    def _begins(self, limit: float) -> Numbers:
+        """Return the first layer with which each group gets to each layer under a limit."""
+        if limit not in self._lowest:
+            fits = self.paces <= np.float32(limit * _SLACK)
+            self._lowest = {limit: np.where(fits.any(1), fits.argmax(1), self.table.count + 1)}
+        return self._lowest[limit]
+
     def _passes(self, limit: float) -> bool:
-        return bool(self._reach(limit)[0][-1] >= self.table.count)
+        return bool(self._reach(limit)[self.sets.count - 1 - self.sets.left_out] >= self.table.count)
+
+    @property
+    def elements(self) -> int:
+        """Return about how many elements its matrices and those of its stages have."""
+        return self.paces.size * (3 if self.delayed else 4) // 2 + self.stages.elements()
+
+    def without(self, sets: DeviceSets, ends: Bools) -> SetSearch:
+        """Return the same search for plans that leave devices out, or end with other sets."""
+        other = copy(self)
+        other.sets, other.ends = sets, ends
+        other._reached, other._sums = {}, {}
+        other.candidates, other.seen, other.complete, other.dropped = 0, None, True, False
+        return other
 
     def least(self, low: float, below: float) -> float:
         """Return a limit below which there is no plan, `below` where there is none below that."""
@@ -234,7 +299,10 @@ class SetSearch(StageSearch):
             return None
         nothing, start = np.zeros(1, np.int64), np.array([self.table.count], np.int64)
         waiting: list[list[States]] = [[] for _ in range(len(self.fleet) + 1)]
-        waiting[0] = [States(nothing, nothing - 1, nothing, start, np.zeros(1), nothing - 1, nothing)]
+        unused = int(self.sets.used[self.sets.left_out])
+        waiting[unused] = [
+            States(nothing + self.sets.left_out, nothing - 1, nothing, start, np.zeros(1), nothing - 1, nothing)
+        ]
         kept, base, best, count = list[States](), 0, None, 0
         for level in range(len(self.fleet)):
             if not waiting[level]:
@@ -243,7 +311,7 @@ class SetSearch(StageSearch):
             states = self._promising(self._merged(_joined(waiting[level]), alike))
             waiting[level] = []
             kept.append(states)
-            for placed in self._placed(states, base, level, limit, most):
+            for placed in self._placed(states, base, level - unused, limit, most):
                 ended = np.flatnonzero(placed.first == 0)
                 if len(ended):
                     end = placed.only(ended[[placed.value[ended].argmin()]])
@@ -291,8 +359,9 @@ class SetSearch(StageSearch):
         return states
 
     def _placed(self, states: States, base: int, level: int, limit: float, most: float) -> Iterator[States]:
-        """Yield the states that one more stage leads to; `base` is the number of the first of `states`."""
-        sets, (far, lowest) = self.sets, self._reach(limit)
+        """Yield the states that one more stage leads to, in front of `level` devices; `base` is the number of the first
+        of `states`."""
+        sets, far, lowest = self.sets, self._reach(limit), self._begins(limit)
         degrees = sets.begin[states.used + 1] - sets.begin[states.used]
         rows = np.cumsum(degrees)
         for chunk in np.split(np.arange(len(states)), np.flatnonzero(np.diff(rows // _ROWS)) + 1):
@@ -307,60 +376,68 @@ class SetSearch(StageSearch):
             self.candidates += len(which)
             ready = np.where(states.group[which] < 0, 0, sets.replicas[states.group[which]])
             ahead = -(-(states.ahead[which] + 1) * ready // sets.replicas[group]) if level else 0 * group
-            span = int(ahead.max(initial=0)) + 1
-            order = np.argsort(group * span + ahead, kind="stable")
-            case = (group * span + ahead)[order]
-            for part in self._cases(order, case):
+            low = lowest[group, states.first[which]]
+            for part in self._by_cells(top + 1 - low):
                 at, to = which[part], used[part]
-                one_case = States(
-                    to, group[part], ahead[part], states.first[at], states.value[at], at, states.group[at]
-                )
-                yield from self._choices(one_case, top[part], level, limit, most, base)
+                behind = States(to, group[part], ahead[part], states.first[at], states.value[at], at, states.group[at])
+                yield from self._choices(behind, low[part], top[part], level, limit, most, base)
 
-    def _cases(self, order: Numbers, case: Numbers) -> Iterator[Numbers]:
-        """Yield the rows of one case after another, of large cases some rows at a time."""
-        most = max(1, _CELLS // (self.table.count + 1))
-        for part in np.split(order, np.flatnonzero(np.diff(case)) + 1) if len(order) else ():
-            yield from (part[start : start + most] for start in range(0, len(part), most))
+    def _by_cells(self, counts: Numbers) -> Iterator[Numbers]:
+        """Yield rows one after another, so many at a time as do not have too many cells."""
+        sums = np.cumsum(counts)
+        yield from np.split(np.arange(len(counts)), np.flatnonzero(np.diff(sums // _CELLS)) + 1) if len(counts) else ()
 
     def _choices(
-        self, rows: States, top: Numbers, level: int, limit: float, most: float, base: int
+        self, rows: States, low: Numbers, top: Numbers, level: int, limit: float, most: float, base: int
     ) -> Iterator[States]:
-        """Yield the states of stages on one group with so many forwards in hand. In `rows` first layer, value, number
-        and group are those of the stage behind; `top` is the last layer that a stage may begin at."""
-        group, ahead, last = int(rows.group[0]), int(rows.ahead[0]), rows.first
-        replicas, m = int(self.sets.replicas[group]), self.count
-        low, high = int(self._reach(limit)[1][group, last].min()), int(top.max()) + 1
-        columns = np.arange(low, high)
-        trips, loads = self._crossed(group, rows.option, last)
-        legal = (columns <= top[:, None]) & ((columns > 0) | self.ends[rows.used][:, None])
-        more = (-(-m // replicas) - 1) * trips if self.row.bounded else 0.0 * trips
+        """Yield the states of one more stage. In `rows` first layer, value, number and group are those of the stage
+        behind, the others its own; it begins between the layers `low` and `top`."""
+        replicas, m = self.sets.replicas[rows.group], self.count
+        trips, loads = self._crossed(rows.group, rows.option, rows.first)
         if self.delayed:
             follow = np.where(rows.option < 0, 0, self.sets.replicas[rows.option])
             waits = np.maximum(m * trips + rows.value - self.kept * limit * follow, 0.0)
             start = np.where(m * loads <= limit, np.where(follow > 0, waits, rows.value), np.inf)
         else:
             start = np.where((m - 1) * loads <= limit, rows.value + trips, np.inf)
-        for which, option in enumerate(self._options_of(group, level, ahead)):
-            sums = option.cost[low:high, last].T + start[:, None]
+        more = (-(-m // replicas) - 1) * trips if self.row.bounded else 0.0 * trips
+        counts = top + 1 - low
+        row = np.repeat(np.arange(len(rows)), counts)
+        column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - low, counts)
+        legal = (column > 0) | self.ends[rows.used[row]]
+        row, column = row[legal], column[legal]
+        for which, numbers in enumerate(self._numbered(rows, level)):
+            has = numbers[row] >= 0
+            at, first = (row, column) if has.all() else (row[has], column[has])
+            cost, other = self._cells.look(numbers[at], first, rows.first[at])
+            sums = cost + start[at]
             if self.delayed:
-                allowed = legal & (sums <= limit * replicas)
-                if option.ring is not None:
-                    allowed &= limit * replicas >= option.ring[low:high, last].T
+                allowed = np.maximum(sums, other) <= limit * replicas[at]
             else:
-                allowed = legal & (option.pace[low:high, last].T + more[:, None] <= limit)
-                allowed &= sums + self._left(limit)[rows.used, low:high] <= most * _SLACK
-            row, column = np.nonzero(allowed)
-            if len(row):
-                yield States(
-                    rows.used[row],
-                    rows.group[row],
-                    rows.ahead[row],
-                    column + low,
-                    sums[row, column],
-                    base + rows.behind[row],
-                    np.full(len(row), which),
+                allowed = (other + more[at] <= limit) & (
+                    sums + self._left(limit)[rows.used[at], first] <= most * _SLACK
                 )
+            at, first, sums = at[allowed], first[allowed], sums[allowed]
+            if len(at):
+                yield States(
+                    rows.used[at],
+                    rows.group[at],
+                    rows.ahead[at],
+                    first,
+                    sums,
+                    base + rows.behind[at],
+                    np.full(len(at), which),
+                )
+
+    def _numbered(self, rows: States, level: int) -> Numbers:
+        """Return the numbers of the options of the stage of each row, as [option, row]; -1 where it has fewer."""
+        span = int(rows.ahead.max(initial=0)) + 1
+        cases, case = np.unique(rows.group * span + rows.ahead, return_inverse=True)
+        options = [self._options_of(key // span, level, key % span) for key in cases.tolist()]
+        numbers = np.full((max(map(len, options), default=0), len(cases)), -1)
+        for column, some in enumerate(options):
+            numbers[: len(some), column] = [self._number(option) for option in some]
+        return numbers[:, case]
 
     def _options_of(self, group: int, level: int, ahead: int) -> list[Option]:
         """Return the options of a stage on a group, in front of so many devices."""
@@ -369,32 +446,41 @@ class SetSearch(StageSearch):
             self._options[key] = self.stages.options(self.sets.devices(group), level, ahead, self.sets.ring(group))
         return self._options[key]
 
-    def _crossed(self, group: int, behind: Numbers, at: Numbers) -> tuple[Floats, Floats]:
-        """Return round trip and load of a message from a group to each of the groups behind it, at these layers."""
-        if behind[0] < 0:
+    def _number(self, option: Option) -> int:
+        """Return the number of an option, whose cost and pace are kept by first and last layer. Under delayed schedules
+        pace is the same as cost, and that of sums stands in its place."""
+        key = id(option)
+        if key not in self._option_numbers:
+            other = option.pace if not self.delayed else option.ring if option.ring is not None else option.cost
+            self._option_numbers[key] = self._cells.add(option.cost, other)
+        return self._option_numbers[key]
+
+    def _crossed(self, group: Numbers, behind: Numbers, at: Numbers) -> tuple[Floats, Floats]:
+        """Return round trip and load of a message from each group to the one behind it, at these layers."""
+        if not len(at) or behind[0] < 0:
             return np.zeros(len(at)), np.zeros(len(at))
         numbers = self._crossings[group, behind]
-        if (numbers < 0).any():
-            for other in np.unique(behind[numbers < 0]):
-                self._crossings[group, other] = self._number(self._boundary(self.sets.hop(group, int(other))))
+        if (new := np.flatnonzero(numbers < 0)).size:
+            for pair in np.unique(group[new] * len(self.sets.groups) + behind[new]).tolist():
+                a, b = divmod(pair, len(self.sets.groups))
+                self._crossings[a, b] = self._trip_number(self.sets.hop(a, b))
             numbers = self._crossings[group, behind]
-        return self._rows[0, numbers, at], self._rows[1, numbers, at]
+        return self._trip_rows.look(numbers, at)
 
-    def _number(self, row: tuple[Floats, Floats]) -> int:
-        """Return the number of a row of round trips and loads, which is kept once."""
-        number = self._numbers.setdefault(id(row), len(self._numbers))
-        if number == self._rows.shape[1]:
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], 1)
-        self._rows[:, number] = row
-        return number
+    def _trip_number(self, hop: Hop) -> int:
+        key = hop.ways, hop.busy
+        if key not in self._trip_numbers:
+            self._trip_numbers[key] = self._trip_rows.add(*self._boundary(hop))
+        return self._trip_numbers[key]
 
     def _traced(self, states: States, end: States) -> PipelinePlan:
         stages: list[StagePlan] = []
         state, at, first = end, 0, 0
+        unused = self.sets.used[self.sets.left_out]
         while state.behind[at] >= 0:
             group, ahead, behind = int(state.group[at]), int(state.ahead[at]), int(state.behind[at])
             used, last = int(states.used[behind]), int(states.first[behind])
-            devices, later = self.sets.devices(group, used), int(self.sets.used[used])
+            devices, later = self.sets.devices(group, used), int(self.sets.used[used] - unused)
             option = self._options_of(group, later, ahead)[int(state.option[at])]
             stages.append(self._stage(devices, later, ahead, option, first, last))
             state, at, first = states, behind, last

@@ -29,7 +29,10 @@ from .fleet import Fleet, Ring
 from .plan import PlanRequest
 
 Bools = npt.NDArray[np.bool_]
+Singles = npt.NDArray[np.float32]
 _PLENTY = 1 << 40
+# The factor by which bounds are lower, so that none is too high once it is rounded to single precision.
+_DOWN = 1 - 4e-7
 _Number = TypeVar("_Number", np.float64, np.int64)
 
 
@@ -128,27 +131,48 @@ class Stages:
             self._fitting[key] = np.logical_or.reduce(fits)
         return self._fitting[key]
 
-    def least(self, groups: Sequence[Sequence[int]], rings: Sequence[Ring]) -> tuple[Floats, Floats]:
-        """Return for every group of devices and range of layers what no stage there is below, wherever it stands and
-        whatever its messages take: pace and cost. Microbatches of unequal replicas may be divided here."""
+    def elements(self) -> int:
+        """Return how many elements the matrices of options have."""
+        return sum(option.pace.size + option.cost.size for options in self._found.values() for option in options)
+
+    def least(
+        self, groups: Sequence[Sequence[int]], rings: Sequence[Ring], trips: Floats | None = None
+    ) -> tuple[Singles, Singles]:
+        """Return for every group of devices and range of layers what no stage there is below, wherever it stands: pace
+        and cost, in single precision, rounded down. Microbatches of unequal replicas may be divided here. `trips` are
+        the least round trips of messages behind each layer; nothing is below theirs either."""
         kinds = list(dict.fromkeys(self.kinds))
         numbers = np.array([[sum(self.kinds[i] == kind for i in devices) for kind in kinds] for devices in groups])
-        paces, costs = (np.full((len(groups), *self.allowed[0].shape), np.inf) for _ in range(2))
+        paces, costs = (np.full((len(groups), *self.allowed[0].shape), np.inf, np.float32) for _ in range(2))
         sizes = numbers.sum(1)
         for replicas in np.unique(sizes).tolist():
             which = np.flatnonzero(sizes == replicas)
             ranges = np.nonzero(self.allowed[int(replicas > 1)])
-            at = which[:, None], ranges[0], ranges[1]
             summing = np.array([[rings[g].fixed, rings[g].each] for g in which.tolist()])
+            least: tuple[Floats, Floats] | None = None
             for recompute in self._recomputations():
-                fits = self._all_fits(kinds, numbers[which], recompute)[:, ranges[0], ranges[1]]
-                for least, lowest in zip(
-                    (paces, costs), self._below(kinds, numbers[which], ranges, recompute), strict=True
-                ):
-                    if least is paces and replicas > 1:
-                        sums = summing[:, :1] + summing[:, 1:] * self.grads[ranges]
-                        lowest = np.maximum(lowest, sums) if self.row.delay else lowest + sums
-                    least[at] = np.where(fits, np.minimum(least[at], lowest), least[at])
+                pace, cost = self._below(kinds, numbers[which], ranges, recompute)
+                if replicas > 1:
+                    sums = summing[:, :1] + summing[:, 1:] * self.grads[ranges]
+                    pace = np.maximum(pace, sums, out=sums) if self.row.delay else np.add(pace, sums, out=sums)
+                fits = self._all_fits(kinds, numbers[which], ranges, recompute)
+                everywhere = bool(fits.all())
+                if not everywhere:
+                    pace[~fits] = cost[~fits] = np.inf
+                if least is not None:
+                    pace, cost = np.minimum(pace, least[0]), np.minimum(cost, least[1])
+                least = pace, cost
+                if everywhere:
+                    # To compute again takes no less.
+                    break
+            assert least is not None
+            pace, cost = least
+            if trips is not None:
+                if self.row.bounded and not self.row.delay:
+                    pace += (-(-self.count // replicas) - 1) * trips[ranges[1]]
+                cost += trips[ranges[1]]
+            at = which[:, None], ranges[0], ranges[1]
+            paces[at], costs[at] = pace * _DOWN, cost * _DOWN
         return paces, costs
 
     def _below(
@@ -159,22 +183,36 @@ class Stages:
         replicas = int(numbers[0].sum())
         rows = [self._times(kind, recompute) for kind in kinds]
         each, weight, update = (np.stack([row[k][ranges] for row in rows]) for k in range(3))
-        together = numbers @ (1.0 / np.maximum(each, 1e-30))
-        pace = max(self.count - self._head * replicas, 0) / together
+        together = numbers.astype(np.float64) @ (1.0 / np.maximum(each, 1e-30))
+        pace: Floats = np.divide(max(self.count - self._head * replicas, 0), together, out=together)
         same = (numbers > 0).sum(1) == 1
         pace[same] = (-(-self.count // replicas) - self._head) * each[numbers[same].argmax(1)]
         pace += _most_of(numbers, update)
         cost = _most_of(numbers, each)
         if self.row.splits:
             heaviest = 2 * _most_of(numbers, weight)
-            pace, cost = pace + heaviest, np.maximum(cost - heaviest, 0.0)
+            pace += heaviest
+            cost = np.maximum(cost - heaviest, 0.0, out=heaviest)
         return pace, cost
 
-    def _all_fits(self, kinds: Sequence[int], numbers: Ints, recompute: bool) -> Bools:
-        """Return by group the ranges that memory allows equally many devices, wherever their stage stands."""
+    def _all_fits(self, kinds: Sequence[int], numbers: Ints, ranges: tuple[Ints, ...], recompute: bool) -> Bools:
+        """Return by group and range of layers what memory allows equally many devices, wherever their stage stands."""
         replicas, warm = int(numbers[0].sum()), self.row.warm_up(0)
-        full = self.row.in_flight(self.count, warm, 0, replicas)
-        return np.stack([self._fits(tuple(np.repeat(kinds, row).tolist()), warm, full, recompute) for row in numbers])
+        full, least = self.row.in_flight(self.count, warm, 0, replicas), self.row.least_share(warm)
+        if replicas * least > self.count:
+            return np.zeros((len(numbers), len(ranges[0])), np.bool_)
+        limited = any(device.memory is not None for device in self.fleet.devices)
+        if not limited or (self.roomy and not recompute):
+            return np.ones((len(numbers), len(ranges[0])), np.bool_)
+        rooms = np.stack([self._most_in_flight(kind, recompute, replicas)[ranges] for kind in kinds])
+        held = np.stack([most[ranges] for most in self.most_shares(kinds, full, recompute, replicas)])
+        has = (numbers > 0).astype(np.float64)
+        fits: Bools = has @ (held < least) == 0
+        # Sums of whole numbers that are small enough to be exact.
+        fits &= numbers @ np.minimum(held, self.count).astype(np.float64) >= self.count
+        same = (numbers > 0).sum(1) == 1
+        fits[same] = rooms[numbers[same].argmax(1)] >= self._needed(replicas, full)
+        return fits
 
     def least_sum(self, kind: int) -> Floats:
         """Return by how much each layer makes the sum over stages longer, at least, where it is on such a device."""
@@ -235,10 +273,10 @@ class Stages:
             return most
         return full if self.row.delay else min(full, most)
 
-    def most_shares(self, kinds: Sequence[int], full: int, recompute: bool) -> list[Ints]:
-        """Return for each replica the most microbatches of a batch that its memory lets it run; `full` are in flight
-        when it runs many."""
-        replicas = len(kinds)
+    def most_shares(self, kinds: Sequence[int], full: int, recompute: bool, replicas: int = 0) -> list[Ints]:
+        """Return for each of some kinds the most microbatches of a batch that its memory lets it run, as one of so many
+        replicas (0: of these); `full` are in flight when it runs many."""
+        replicas = replicas or len(kinds)
         most = {}
         for kind in dict.fromkeys(kinds):
             room = self._most_in_flight(kind, recompute, replicas)
@@ -378,8 +416,9 @@ def _ranges(sums: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
 def _most_of(numbers: Ints, rows: Floats) -> Floats:
     """Return for each group the most of the rows of its kinds; `numbers` are how many of each kind it has."""
     largest = np.full((len(numbers), rows.shape[1]), -np.inf)
-    for has, row in zip(numbers.T > 0, rows, strict=True):
-        np.maximum(largest, row, out=largest, where=has[:, None])
+    for has, row in zip(numbers.T, rows, strict=True):
+        which = np.flatnonzero(has)
+        largest[which] = np.maximum(largest[which], row)
     return largest
 
 

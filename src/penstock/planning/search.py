@@ -230,7 +230,7 @@ class _Searching:
         try:
             if not result.stopped:
                 for kind, outcome in result.outcomes.items():
-                    spared[kind] = without_little_help(profile.chain, result.fleet, wanted, outcome)
+                    spared[kind] = without_little_help(result.planner, outcome)
                 refined = self._refined(result, spared)
         except KeyboardInterrupt:
             result.planner.stopped = True

@@ -106,10 +106,10 @@ def tries(
             *((alone, part) for part in (1.0, *least) if shared),
         ]:
             less = result.fleet.with_memory(part)
-            best = Planner(result.chain, less, wanted).best(schedule)
-            if best is not None:
+            planner = Planner(result.chain, less, wanted)
+            if (best := planner.best(schedule)) is not None:
                 # A device that hardly helps stays where its memory is wanted.
-                yield schedule, *without_little_help(result.chain, less, wanted, best)
+                yield schedule, *without_little_help(planner, best)
     for schedule, part in ((schedule, part) for part in _BEGUN_WITH for schedule in result.outcomes):
         fleet = result.fleet.with_memory(part)
         for _ in range(CORRECTIONS):

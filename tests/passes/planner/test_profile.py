@@ -109,8 +109,9 @@ def three():
 
 def test_a_device_that_hardly_helps_is_left_out(gpt):
     profile, wanted = profile_chain({4: gpt[4]}, DEVICE), PlanRequest(32, ("2bw",), sizes=(4,))
-    chosen = Planner(profile.chain, three(), wanted).best("2bw")
-    kept, told = without_little_help(profile.chain, three(), wanted, chosen)
+    planner = Planner(profile.chain, three(), wanted)
+    chosen = planner.best("2bw")
+    kept, told = without_little_help(planner, chosen)
     assert kept.step <= chosen.step * (1 + LITTLE)
     assert len(told) <= len(set(chosen.plan.devices) - set(kept.plan.devices))
     for device in kept.plan.devices:

@@ -82,6 +82,47 @@ def test_no_stage_is_below_the_least_of_its_group() -> None:
     assert tight > 1000
 
 
+def losses() -> list[tuple[float, float]]:
+    """The best step without each device, and without it and the next one, of some cases: by a planner of the whole fleet
+    that keeps its searches, and by looking at every plan of the others."""
+    rows = []
+    for chain, fleet, wanted in CASES[::3]:
+        planner, schedule = Planner(chain, fleet, wanted), wanted.schedules[0]
+        for lost in [{i, j} for i in range(4) for j in (i, (i + 1) % 4)]:
+            outcome = planner.without(lost).best(schedule)
+            assert outcome is None or not lost & {*outcome.plan.devices}
+            rest = fleet.only([i for i in range(4) if i not in lost])
+            rows.append((inf if outcome is None else outcome.step, best_of_all(chain, rest, wanted, schedule)))
+    return rows
+
+
+def test_plans_without_devices_equal_looking_at_every_plan_of_the_others() -> None:
+    steps, best = zip(*losses(), strict=True)
+    assert steps == pytest.approx(best, rel=1e-9)
+    assert sum(step < inf for step in steps) > 30
+
+
+def test_control_of_one_device_more_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were one device more left out than was asked for, plans would be missed."""
+    without = DeviceSets.without
+    monkeypatch.setattr(DeviceSets, "without", lambda self, gone: without(self, {*gone, 3} if gone else gone))
+    assert any(step > best * (1 + 1e-9) for step, best in losses())
+
+
+def test_the_part_of_a_large_fleet_has_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not every choice is searched, plans without a device are those of the others alone."""
+    monkeypatch.setattr("penstock.passes.planner.layouts._MOST_PAIRS", 2)
+    for chain, fleet, wanted in CASES[:6]:
+        part = fleet.only([0, 2, 3])
+        alone = Planner(chain, part, wanted).best(wanted.schedules[0])
+        outcome = Planner(chain, fleet, wanted).without([1]).best(wanted.schedules[0])
+        assert (outcome is None) == (alone is None)
+        if outcome is not None and alone is not None:
+            assert outcome.step == alone.step
+            assert 1 not in outcome.plan.devices
+            assert {*outcome.judged.memory} == {*outcome.plan.devices}
+
+
 def test_control_of_a_bound_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were devices said to reach one layer less, plans would be missed."""
     reached = DeviceSets.reached
