@@ -1,11 +1,12 @@
 """A training step of two replicas that share variables out, beside torch's FSDP2 and ZeroRedundancyOptimizer over gloo.
 
-    python benchmarks/zero.py --bundles DIR                    both groups on two cores: about five minutes
+    python benchmarks/zero.py --bundles DIR                    all groups on two cores: about eight minutes
     python benchmarks/zero.py --bundles DIR --only parts --rounds 7 --json zero.json
 
     replicas    levels 0 and 1 of `--zero`, and DistributedDataParallel with ZeroRedundancyOptimizer
     parts       levels 2 and 3, and FSDP2 (`fully_shard` of each block), which keeps weights whole between forward and
                 backward (`fsdp2-2`) or not (`fsdp2`)
+    elsewhere   level 3 with `--offload state` into the host's memory, and FSDP2 with `CPUOffloadPolicy`
 
 The model is a decoder like GPT-2 small: 12 blocks, 768 wide, 12 heads, with a vocabulary of 50,257 (`tiny` shows in a
 minute that all of it runs). All train it with AdamW in float32 from one set of weights, on two processes of one thread
@@ -51,6 +52,12 @@ SIZES = {"gpt2": (50257, 128, 768, 12, 12), "tiny": (64, 16, 32, 4, 2)}
 GROUPS = {
     "replicas": ("level 0", "level 1", "zero redundancy"),
     "parts": ("level 2", "level 3", "fsdp2-2", "fsdp2"),
+    "elsewhere": ("level 3, state elsewhere", "fsdp2, offloaded"),
+}
+# How Penstock's contenders are planned.
+PLANS: dict[str, dict[str, Any]] = {
+    **{f"level {level}": {"zero": level} for level in range(4)},
+    "level 3, state elsewhere": {"zero": 3, "offload": "state", "spill": "/dev/shm/"},
 }
 
 
@@ -69,15 +76,17 @@ def batch(model: str, step: int) -> tuple[np.ndarray, np.ndarray]:
 # ------------------------------------------------------------------------------------------------ torch
 
 
-def fully_sharded(module: nn.Module, again: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fully_sharded(module: nn.Module, again: bool, offloaded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return FSDP2's module, which gathers weights `again` for backward or keeps them, and its optimiser."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (RANKS,))
+    # Without CUDA no memory can be pinned.
+    policy = CPUOffloadPolicy(pin_memory=False) if offloaded else OffloadPolicy()
     for block in module.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again)
-    fully_shard(module, mesh=mesh, reshard_after_forward=again)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, offload_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=again, offload_policy=policy)
     return module, torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.01)
 
 
@@ -97,6 +106,7 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] 
     "zero redundancy": zero_redundancy,
     "fsdp2-2": partial(fully_sharded, again=False),
     "fsdp2": partial(fully_sharded, again=True),
+    "fsdp2, offloaded": partial(fully_sharded, again=True, offloaded=True),
 }
 
 
@@ -152,23 +162,23 @@ class TorchContender(TorchRanks):
 # ------------------------------------------------------------------------------------------------ Penstock
 
 
-def compiled(model: str, level: int, folder: Path) -> Path:
-    """Return the bundle of a level, compiled if it is not there."""
-    bundle = folder / f"{model}-{level}"
+def compiled(model: str, who: str, folder: Path) -> Path:
+    """Return the bundle of a contender, compiled if it is not there."""
+    bundle = folder / f"{model} {who}".replace(" ", "-").replace(",", "")
     if not bundle.exists():
         example = torch.from_numpy(batch(model, 0)[0][:1])
         training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=RATE, weight_decay=0.01), microbatches=RANKS)
         source = ps.from_torch(make(model), (example,))
-        plan = ps.plan(source, ps.Cluster.local(RANKS), training, replicas=RANKS, stages=1, zero=level)
+        plan = ps.plan(source, ps.Cluster.local(RANKS), training, replicas=RANKS, stages=1, **PLANS[who])
         ps.compile(plan, bundle)
     return bundle
 
 
 class PenstockContender:
-    """A job of two replicas at a level."""
+    """A job of two replicas that share variables out."""
 
-    def __init__(self, model: str, level: int, folder: Path) -> None:
-        self.job, self.model, self.step, self.peak = ps.open(compiled(model, level, folder)), model, 0, 0
+    def __init__(self, who: str, model: str, folder: Path) -> None:
+        self.job, self.model, self.step, self.peak = ps.open(compiled(model, who, folder)), model, 0, 0
         module = self.job.module
         self.names = [value.name for value in module.data_inputs]
         self.predicted = max(row.peak for row in measure_memory(module).values())
@@ -193,7 +203,7 @@ class PenstockContender:
 
 
 def opened(who: str, model: str, folder: Path) -> Any:
-    return TorchContender(who, model) if who in WAYS else PenstockContender(model, int(who[-1]), folder)
+    return TorchContender(who, model) if who in WAYS else PenstockContender(who, model, folder)
 
 
 def measure(group: str, model: str, rounds: int, steps: int, folder: Path) -> list[dict[str, Any]]:
@@ -272,8 +282,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.bundles or Path(temporary)
         if arguments.compile:
-            for level in range(4):
-                compiled(arguments.model, level, folder)
+            for who in PLANS:
+                compiled(arguments.model, who, folder)
             return 0
         rows = [
             row
