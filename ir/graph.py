@@ -206,12 +206,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The values that travel from stage `src` to stage `dst` for each microbatch, in one message. `phase` is F or B."""
+    """The values that travel from stage `src` to stage `dst` for each microbatch. `phase` is F, B, P or N. Types are
+    those of one rank. An edge between unlike meshes says how whole values lie on `src`, and by `to` how they arrive
+    (ir/sharding/tile_messages.py)."""
 
     src: int
     dst: int
     phase: str
     values: tuple[Value, ...]
+    to: tuple[TensorType, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,15 +408,14 @@ def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
 
 
 def summed_vars(module: Module, stage: int) -> list[str]:
-    """Return the gradients that a stage adds to, which its ranks have to sum up, in the order of the module's
-    variables; none that its backward graphs sum up over replicas."""
+    """Return the gradients that a stage adds to and its ranks have to sum up, in order; none that backwards sum up."""
     added = {name for kind in ADDERS for name in touched_vars(module.stage_graph(stage, kind), "accum")}
     return [name for name, var in module.vars.items() if name in added and REPLICAS not in sum(var.type.axes, ())]
 
 
 def written_vars(graph: Graph) -> set[str]:
-    """Return the variables that a graph makes new values of. In a forward graph these are buffers that move with every
-    microbatch. Caches are not among them: every sequence has rows of its own there, and no order between them."""
+    """Return the variables that a graph makes new values of: in a forward graph, buffers that move with every
+    microbatch. Caches are not among them, whose rows belong to one sequence each."""
     return touched_vars(graph, "write")
 
 
@@ -428,8 +430,7 @@ def stepped_vars(module: Module) -> set[str]:
 
 
 def signature(graph: Graph) -> Signature:
-    """Return the buffers in order of first use. `take` and `accum` work on the buffer in place; `write` fills the slot
-    it names."""
+    """Return the buffers in order of first use. `take` and `accum` work in place; `write` fills the slot it names."""
     slots = dict.fromkeys(s for s in map(slot_of, graph.ops) if s is not None)
     return Signature(graph.ins, tuple(slots), graph.results)
 
@@ -440,8 +441,7 @@ def slot_types(graph: Graph) -> dict[Slot, TensorType]:
 
 
 def stage_vars(module: Module, stage: int) -> dict[str, Var]:
-    """Return the variables that a stage has: those that its graphs touch, and its parameters and buffers that nothing
-    touches; in the module's order."""
+    """Return the variables of a stage in order: what its graphs touch, and parameters and buffers that nothing does."""
     graphs = [graph for name, graph in module.graphs.items() if name.startswith(f"s{stage}.")]
     touched = {op.var for graph in graphs for op in graph.ops if op.kind in _STATEFUL}
     return {

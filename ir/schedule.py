@@ -306,14 +306,24 @@ class Routes:
 
     def source(self, rank: int, phase: str, stage: int, number: int) -> int:
         """Return the rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
-        at, place = self._at[rank]
+        team = self.source_team(rank, phase, stage, number)
+        return team[self._at[rank][1] % len(team)]
+
+    def source_team(self, rank: int, phase: str, stage: int, number: int) -> tuple[int, ...]:
+        """Return the team of `stage` whose results `rank` takes."""
         if phase not in PER_BATCH:
-            team = self._runners[stage, number % self._per_batch]
-        else:
-            team = self._teams[stage][at % len(self._teams[stage])]
-        return team[place % len(team)]
+            return self._runners[stage, number % self._per_batch]
+        return self._teams[stage][self._at[rank][0] % len(self._teams[stage])]
+
+    def team(self, rank: int) -> tuple[int, ...]:
+        """Return the team of a rank."""
+        return next(team for teams in self._teams.values() for team in teams if rank in team)
+
+    def takers(self, phase: str, stage: int, number: int) -> list[int]:
+        """Return the ranks of `stage` that take results of a phase."""
+        teams = self._teams[stage] if phase in PER_BATCH else (self._runners[stage, number % self._per_batch],)
+        return [rank for team in teams for rank in team]
 
     def targets(self, rank: int, phase: str, home: int, stage: int, number: int) -> list[int]:
         """Return the ranks of `stage` that `rank` sends results of its stage `home` to."""
-        teams = self._teams[stage] if phase in PER_BATCH else (self._runners[stage, number % self._per_batch],)
-        return [other for team in teams for other in team if self.source(other, phase, home, number) == rank]
+        return [other for other in self.takers(phase, stage, number) if self.source(other, phase, home, number) == rank]

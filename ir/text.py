@@ -14,7 +14,7 @@ edge | graph | schedule | note                             links to link: see ir
     bound     = "bound " name " " size [" rows"] " : %" name "[" dimension "]" {", %" name "[" dimension "]"}
     var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] \
 [" init " (name | numbers)] [" from @" name " as " name] [" home " space [" chunk " number]]
-    edge      = "edge " src ">" dst " " phase " : " value {", " value}
+    edge      = "edge " src ">" dst " " phase " : " value [" to " type] {", " value [" to " type]}
     graph     = "graph @" name "(" [value {", " value}] ") {" {op} ["save " names] "return" [" " names] "}"
     op        = [value {", " value} " = "] kind "(" [argument {", " argument}] ")" [" ; " loc]
     argument  = "%" name | "@" name | key "=" literal      "@" name is the attribute `var`
@@ -44,6 +44,7 @@ from .attrs import Attr, parse_literal, print_literal, split_items
 from .graph import FORMER_ROLES, ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from .ladder.bounds import Bounded, parse_bounded
 from .schedule import Action, Program, Schedule
+from .sharding.between_meshes import arriving_values
 from .types import TYPE_PATTERN, parse_type
 
 NAME = r"[\w./:\-]+"
@@ -134,7 +135,11 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
         yield f"  {bound}"
     yield from variables
     for edge in module.edges:
-        yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
+        listed = [
+            repr(v) if v == arrived else f"{v!r} to {arrived.type}"
+            for v, arrived in zip(edge.values, arriving_values(edge), strict=True)
+        ]
+        yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(listed)}"
 
 
 class Printer:
@@ -166,6 +171,7 @@ def print_module(module: Module) -> str:
 
 
 _VALUE = re.compile(rf"%({NAME}) : ({TYPE_PATTERN})")
+_TRAVELLING = re.compile(rf"%({NAME}) : ({TYPE_PATTERN})(?: to ({TYPE_PATTERN}))?")
 # Control characters of terminals, but for tabs and ends of lines. The printer writes them as escapes, in strings.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)(?: ; (.*))?')
@@ -194,19 +200,30 @@ def _parse_init(text: str) -> str | tuple[float, ...]:
     return tuple(map(float, first)) if isinstance(first, tuple) else text
 
 
-def _parse_values(text: str) -> tuple[Value, ...]:
-    values, at = [], 0
+def _listed(pattern: re.Pattern[str], text: str, expected: str) -> Iterator[re.Match[str]]:
+    """Yield the matches of a pattern in a list with commas."""
+    at = 0
     while at < len(text):
-        match = _VALUE.match(text, at)
+        match = pattern.match(text, at)
         if match is None:
-            raise ValueError(f"cannot read {text[at:]!r}, expected '%name : type'")
-        values.append(Value(match[1], parse_type(match[2])))
+            raise ValueError(f"cannot read {text[at:]!r}, expected {expected!r}")
+        yield match
         at = match.end()
         if at < len(text):
             if not text.startswith(", ", at):
                 raise ValueError(f"cannot read {text[at:]!r}, expected ', '")
             at += 2
-    return tuple(values)
+
+
+def _parse_values(text: str) -> tuple[Value, ...]:
+    return tuple(Value(match[1], parse_type(match[2])) for match in _listed(_VALUE, text, "%name : type"))
+
+
+def _parse_edge(ends: re.Match[str]) -> Edge:
+    matches = list(_listed(_TRAVELLING, ends[4], "%name : type [to type]"))
+    values = tuple(Value(match[1], parse_type(match[2])) for match in matches)
+    to = tuple(parse_type(match[3] or match[2]) for match in matches) if any(match[3] for match in matches) else ()
+    return Edge(int(ends[1]), int(ends[2]), ends[3], values, to)
 
 
 class _GraphParser:
@@ -379,8 +396,7 @@ class _ModuleParser:
         )
 
     def _edge(self, line: str) -> None:
-        match = _fullmatch(_EDGE, line, "edge SRC>DST F|B : %name : type, ...")
-        self.edges.append(Edge(int(match[1]), int(match[2]), match[3], _parse_values(match[4])))
+        self.edges.append(_parse_edge(_fullmatch(_EDGE, line, "edge SRC>DST F|B : %name : type [to type], ...")))
 
     def _graph(self, line: str) -> None:
         match = _fullmatch(_GRAPH, line, "graph @name(%name : type, ...) {")

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT
-from penstock.ir.graph import COORDINATE, Mesh, Module
+from penstock.ir.graph import COORDINATE, Edge, Mesh, Module, Value
 from penstock.ir.memory.saved_sets import SavedSet
 from penstock.ir.schedule import Action
+from penstock.ir.sharding.between_meshes import arriving_values
+from penstock.ir.sharding.tile_messages import TileSlice
 from penstock.ir.sharding.tiles import TensorTile, cut, fill, owners, tile_of
 from penstock.ir.types import TensorType
 from penstock.support.errors import VerifyError
 
-from .ops import Array
-from .store import VersionStore
+from .ops import Array, array_dtype
+from .store import Arrays, VersionStore
 
 
 class InterpretedRank:
@@ -86,3 +88,32 @@ class StageVariables:
         for place in owners(type, mesh).values():
             fill(whole, parts[place], type, mesh, place)
         return whole
+
+
+def part_across(
+    module: Module, edge: Edge, name: str, mb: int, rank: InterpretedRank, teams: Sequence[Sequence[InterpretedRank]]
+) -> Array | None:
+    """Return a rank's part of a value of a stage with another mesh, from the parts that a team there holds; None where
+    no team has all of them."""
+    mesh, left = module.mesh_of(edge.src), next(v.type for v in edge.values if v.name == name)
+    arrived = next(v.type for v in arriving_values(edge) if v.name == name)
+    for team in teams:
+        parts = {other.place: x for other in team if (x := other.values.get((edge.src, mb), {}).get(name)) is not None}
+        if len(parts) == len(team):
+            whole = np.zeros(left.dims, next(iter(parts.values())).dtype)
+            for place, part in parts.items():
+                fill(whole, part, left, mesh, place)
+            part_here: Array = cut(whole, arrived, rank.mesh, rank.place)
+            return part_here
+    return None
+
+
+def put_tiles(
+    held: dict[str, Array], message: Arrays, pieces: Sequence[TileSlice], arriving: Sequence[Value], precision: str
+) -> None:
+    """Put the tiles of a message where they lie in the parts that a rank has of the values of an edge."""
+    for value in arriving:
+        if value.name not in held:
+            held[value.name] = np.zeros(value.type.dims, array_dtype(value.type.dtype, precision))
+    for piece in pieces:
+        held[piece.whole][piece.put] = message[piece.value.name]

@@ -39,6 +39,8 @@ from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.memory.update_parts import graph_of
 from penstock.ir.ops import axes_over
 from penstock.ir.schedule import COMPUTE, COPIES, MESSAGES, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
+from penstock.ir.sharding.between_meshes import travels_in_tiles
+from penstock.ir.sharding.tile_messages import ends_of, tile_messages
 from penstock.ir.sharding.tiles import seat_of
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.words import counted
@@ -46,7 +48,7 @@ from penstock.support.words import counted
 from .collectives import COLLECTIVES
 from .graphs import run_graph, run_team
 from .ops import F64, Array
-from .ranks import InterpretedRank, StageVariables
+from .ranks import InterpretedRank, StageVariables, part_across, put_tiles
 from .recurrence import InterpretedRun, Watch, by_name, collect, microbatches_of, watching
 from .store import Arrays, VersionStore, as_value, initial_arrays
 
@@ -121,7 +123,10 @@ class _Pipeline:
         self.watch: Watch | None = None
         self.watch_rank: RankWatch | None = None
         self.run_found = InterpretedRun(module.outputs[0])
-        self.wired = bool(module.edges) or any(a.kind in MESSAGES for program in programs.values() for a in program)
+        # Before messages exist, edges between unlike meshes say how values lie there (passes/sharding/crossings).
+        messages = any(a.kind in MESSAGES for program in programs.values() for a in program)
+        self.wired = messages or not all(map(travels_in_tiles, module.edges))
+        self.tiles = tile_messages(module)
         assert module.schedule is not None
         self.per_batch = module.schedule.microbatches
         self.channels: dict[tuple[str, int, int, int | None, int | None], deque[tuple[int, dict[str, Array]]]] = {}
@@ -220,6 +225,10 @@ class _Pipeline:
             return rank.coordinates[name]
         if self.wired:
             return None
+        edge = next((e for e in self.module.edges if e.dst == stage and name in [v.name for v in e.values]), None)
+        if edge is not None:
+            teams = {self.teams[other] for other in self.members[edge.src]}
+            return part_across(self.module, edge, name, mb, rank, [[self.ranks[r] for r in team] for team in teams])
         at = self.teams[rank.index].index(rank.index)
         others = (self.ranks[team[at]] for team in dict.fromkeys(self.teams.values()) if at < len(team))
         places = [place for other in others for (_, number), place in other.values.items() if number == mb]
@@ -407,12 +416,17 @@ class _Pipeline:
 
     def _send(self, rank: InterpretedRank, action: Action) -> bool:
         assert action.peer is not None
-        names = self._values_of(action.stage, action.other(self.homes), action.phase)
+        ends = ends_of(action, self.homes)
+        names = self._values_of(*ends)
         held = rank.values.get((action.stage, action.holder), {})
         missing = [f"%{n}" for n in names if n not in held]
         if missing:
             raise VerifyError(f"{', '.join(missing)} of {_unit(action)} should be sent, but this rank does not hold it")
-        self._channel(rank, action).append((action.mb, {n: held[n] for n in names}))
+        values = {n: held[n] for n in names}
+        if ends in self.tiles:
+            pieces = self.tiles.slices(ends, rank.index, action.peer)
+            values = {piece.value.name: values[piece.whole][piece.taken] for piece in pieces}
+        self._channel(rank, action).append((action.mb, values))
         return True
 
     def _receive(self, rank: InterpretedRank, action: Action) -> bool:
@@ -424,7 +438,19 @@ class _Pipeline:
         if mb != action.mb:
             next_one = _unit(action._replace(mb=mb))
             raise VerifyError(f"{_unit(action)} is expected from rank {action.peer}, the next message is of {next_one}")
-        rank.values.setdefault((action.stage, action.holder), {}).update(values)
+        held, ends = rank.values.setdefault((action.stage, action.holder), {}), ends_of(action, self.homes)
+        if ends not in self.tiles:
+            held.update(values)
+            return True
+        pieces = self.tiles.slices(ends, action.peer, rank.index)
+        put_tiles(held, values, pieces, self.tiles.arriving(ends), self.precision)
+        if (
+            self.watch_rank is not None
+            and action.peer == self.tiles.senders(ends, rank.index, self.teams[action.peer])[-1]
+        ):
+            for op in self.tiles.arrivals(ends):
+                graph = f"s{action.stage}.{action.kind}"
+                self.watch_rank(rank.index, graph, action.mb, op, (held[op.outs[0].name],))
         return True
 
     def _wanted(self, rank: InterpretedRank, action: Action) -> str:

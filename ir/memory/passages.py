@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from penstock.ir.cluster.cluster import IPC, NCCL
 from penstock.ir.graph import Edge, Module, Value
 from penstock.ir.messages import parcels
+from penstock.ir.sharding.between_meshes import edge_values
 
 BUFFERS = 2
 # A copy of fewer bytes takes less time than the events of a stream of its own.
@@ -27,7 +28,7 @@ def passage_bytes(module: Module, rank: int, fed: Iterable[Value]) -> int:
     inwards, outwards, slots = {v.type.nbytes for v in fed}, set[int](), 0
     stage = module.rank_stages()[rank]
     for edge in module.edges:
-        sizes = [parcel.nbytes for parcel in parcels(module.local_values(edge.values, stage))]
+        sizes = [parcel.nbytes for parcel in parcels(edge_values(module, edge, stage))]
         carriers = _carriers(module, rank, edge)
         if stage == edge.dst:
             slots += carriers.count(IPC) * sum(-(-nbytes // BOUNDARY) * BOUNDARY for nbytes in sizes)

@@ -131,7 +131,7 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
     data += exchange_bytes(module, rank, stage)
     data += 0 if (saved := saved_set(module, stage)) is None else saved.gathered
-    walk = Walk(module, stage, posts=not _on_gpu(module, rank))
+    walk = Walk(module, stage, rank, posts=not _on_gpu(module, rank))
     for _ in walk.follow(a for a in actions_of(module.schedule, rank, BATCHES) if a.stage == stage):
         pass
     return Memory(
@@ -162,7 +162,7 @@ def memory_course(module: Module, rank: int, batches: int) -> Course:
     """Return the course of memory over a run of a rank, from an empty pipeline to an empty one."""
     assert module.schedule is not None, "memory needs a schedule"
     posts, actions = not _on_gpu(module, rank), actions_of(module.schedule, rank, batches)
-    walks = {stage: Walk(module, stage, posts=posts, lives=True) for stage in module.schedule.stages_of(rank)}
+    walks = {stage: Walk(module, stage, rank, posts=posts, lives=True) for stage in module.schedule.stages_of(rank)}
     ways = {stage: walk.follow([a for a in actions if a.stage == stage]) for stage, walk in walks.items()}
     held = []
     for step, action in enumerate(actions, BEFORE):
@@ -196,7 +196,7 @@ def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) 
     """
     assert module.schedule is not None, "memory needs a schedule"
     stage = module.rank_stages()[rank]
-    walk, actions = Walk(module, stage, posts=not _on_gpu(module, rank), lives=True), list[Action]()
+    walk, actions = Walk(module, stage, rank, posts=not _on_gpu(module, rank), lives=True), list[Action]()
     for first, batches in runs:
         actions += walk.follow(actions_of(module.schedule, rank, batches, first))
     newest = runs[0][0] if runs else 0

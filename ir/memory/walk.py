@@ -30,8 +30,9 @@ from penstock.ir.action_kinds import (
     WEIGHTS,
 )
 from penstock.ir.graph import Graph, Module, Value
-from penstock.ir.messages import parcels
+from penstock.ir.messages import Parcel, parcels
 from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
+from penstock.ir.sharding.tile_messages import EdgeEnds, ends_of, tile_messages
 
 from .account import BEFORE, Life
 from .saved_sets import moves_saved, saved_set
@@ -117,7 +118,7 @@ class Walk:
     saved (True), and of those that are passing through; `coming` those of messages that may come before their action.
     With `lives`, blocks are written down when they are given back."""
 
-    def __init__(self, module: Module, stage: int, *, posts: bool = True, lives: bool = False) -> None:
+    def __init__(self, module: Module, stage: int, rank: int, *, posts: bool = True, lives: bool = False) -> None:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
         self.homes = module.rank_stages()
         parts = update_parts(module, stage).values()
@@ -125,8 +126,9 @@ class Walk:
         self.workspaces = {name: planned_blocks(graph) for name, graph in called.items()}
         together = next((stages for stages in module.packs if stage in stages), (stage,))
         leaving = [e for e in module.edges if e.src == stage and e.dst not in together]
-        self.edges = {(e.phase, e.src, e.dst): module.local_values(e.values, stage) for e in module.edges}
-        self.parcels = {key: parcels(values) for key, values in self.edges.items()}
+        self._rank, self._tiles = rank, tile_messages(module)
+        self._edges = {(e.src, e.dst, e.phase): module.local_values(e.values, stage) for e in module.edges}
+        self._carried: dict[tuple[EdgeEnds, int | None], tuple[tuple[Value, ...], tuple[Parcel, ...]]] = {}
         self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
         # The values that stay after each computation beside those to send: later computations take them.
         for_weights, for_backward = (
@@ -246,10 +248,19 @@ class Walk:
 
     # ---------------------------------------------------------------------------------------- messages
 
-    def _edge(self, action: Action) -> tuple[str, int, int]:
+    def _message(self, action: Action) -> tuple[tuple[Value, ...], tuple[Parcel, ...]]:
+        """Return the values that a send or receive moves, and the messages that they are in."""
         assert action.peer is not None
-        peer = action.other(self.homes)
-        return (action.phase, peer, action.stage) if action.kind in RECEIVES else (action.phase, action.stage, peer)
+        ends = ends_of(action, self.homes)
+        tiled = ends in self._tiles
+        key = (ends, action.peer if tiled else None)
+        if key not in self._carried:
+            values = self._edges[ends]
+            if tiled:
+                ranks = (self._rank, action.peer) if action.kind in SENDS else (action.peer, self._rank)
+                values = tuple(piece.value for piece in self._tiles.slices(ends, *ranks))
+            self._carried[key] = values, parcels(values)
+        return self._carried[key]
 
     def _expect(self, action: Action) -> None:
         """Post a receive that lies ahead: it has memory from now on, or as soon as its channel has room."""
@@ -271,9 +282,8 @@ class Walk:
 
     def _messages(self, action: Action) -> list[_HeldBlock]:
         """Allocate memory for the values of a receive."""
-        key = self._edge(action)
-        values, blocks = self.edges[key], []
-        for parcel in self.parcels[key]:
+        (values, messages), blocks = self._message(action), list[_HeldBlock]()
+        for parcel in messages:
             names = tuple(sorted(values[i].name for i in parcel.numbers))
             block = _HeldBlock(parcel.nbytes, self.messages, names, self.step, saved=not self.saved.isdisjoint(names))
             block.pool.change(block.nbytes, 1)
@@ -297,8 +307,24 @@ class Walk:
             for name in block.names:
                 held[name] = block
                 block.held += 1
+        self._put_tiles(action)
         if waiting:
             self._post(waiting.popleft())
+
+    def _put_tiles(self, action: Action) -> None:
+        """Convert the memory of a message with tiles into that of the parts that they are copied to."""
+        assert action.peer is not None
+        ends = ends_of(action, self.homes)
+        if ends not in self._tiles:
+            return
+        held, all_of = self.held[action.holder], set[str]()
+        for piece in self._tiles.slices(ends, action.peer, self._rank):
+            if piece.is_all:
+                all_of.add(piece.whole)
+        parts = [value for value in self._tiles.arriving(ends) if value.name not in all_of]
+        self._hold(action.holder, [*self._with_memory(parts)])
+        tiles = {value.name for value in self._message(action)[0]} - all_of
+        self._keep(action.holder, held.keys() - tiles)
 
     def _linger(self, action: Action) -> None:
         """Hold what was sent until the transport notices that the peer has it: small messages until there are a few of
@@ -309,10 +335,10 @@ class Walk:
         for pool, size in line.leaving:
             pool.change(size, -1)
         line.leaving = []
-        key = self._edge(action)
-        values = self.edges[key]
-        for parcel in self.parcels[key]:
-            pool = self.messages if len(parcel.numbers) > 1 else self.made
+        values, messages = self._message(action)
+        copied = ends_of(action, self.homes) in self._tiles
+        for parcel in messages:
+            pool = self.messages if len(parcel.numbers) > 1 or copied else self.made
             if pool is self.messages or values[parcel.numbers[0]].name not in self.saved:
                 pool.change(parcel.nbytes, 1)
                 line.waiting.append((pool, parcel.nbytes))

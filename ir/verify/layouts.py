@@ -24,7 +24,7 @@ from math import prod
 
 from penstock.ir.graph import COORDINATE, REPLICAS, Graph, Module, Op, Value, graph_stage, made_values
 from penstock.ir.ops import OPS, Exact, attrs_of, axes_over, exact_attrs
-from penstock.ir.sharding.between_meshes import moved_axes
+from penstock.ir.sharding.between_meshes import arriving_values, moved_axes, travels_in_tiles
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split, SplitRule, laid_out, read_split
 from penstock.ir.types import TensorType
@@ -176,6 +176,7 @@ def check_local(module: Module) -> Iterator[Problem]:
         for graph, stage in graphs:
             _follow(module, graph, varies, _seen(module, graph, stage, varies, makers), axes_of[stage])
     alike = _alike_parts(graphs, axes_of)
+    yield from _leaving_problems(module, varies, axes_of)
     for graph, stage in graphs:
         seen = _seen(module, graph, stage, varies, makers)
         yield from _same_problems(module, graph, seen, axes_of[stage])
@@ -188,11 +189,36 @@ def _seen(
     """Return what varies of the values of a graph. What comes from a stage with another mesh, and varies along an axis
     on which ranks lie elsewhere here, may vary along all such axes."""
     mesh, arriving = module.mesh_of(stage), dict[str, frozenset[str]]()
+    # What travels in tiles arrives as its edge says.
+    laid = {
+        value.name: value.type
+        for edge in module.edges
+        if edge.dst == stage and travels_in_tiles(edge)
+        for value in arriving_values(edge)
+    }
     for value in graph.ins:
+        if value.name in laid:
+            arriving[value.name] = frozenset(a for a in laid[value.name].every_axis if mesh.sizes.get(a, 1) > 1)
+            continue
         moved = moved_axes(module.mesh_of(makers.get(value.name, stage)), mesh)
         if lost := varies.get(value.name, frozenset()) & moved:
             arriving[value.name] = (varies[value.name] - lost) | {a for a in moved if mesh.sizes.get(a, 1) > 1}
     return ChainMap(arriving, varies)
+
+
+def _leaving_problems(
+    module: Module, varies: Mapping[str, frozenset[str]], axes_of: Mapping[int, set[str]]
+) -> Iterator[Problem]:
+    """Check that what travels in tiles is the same on ranks that have the same tile."""
+    for edge in module.edges:
+        for value in edge.values if travels_in_tiles(edge) else ():
+            axes = (varies.get(value.name, frozenset()) & axes_of[edge.src]) - set(value.type.every_axis)
+            if axes:
+                listed = ", ".join(sorted(axes))
+                what = (
+                    f"%{value.name} may differ along {listed} between the ranks of a team, but leaves as {value.type}"
+                )
+                yield Problem(f"edge {edge.src}>{edge.dst} {edge.phase}", what)
 
 
 def _alike_parts(graphs: Sequence[tuple[Graph, int]], axes_of: Mapping[int, set[str]]) -> dict[str, frozenset[str]]:

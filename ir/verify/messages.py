@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from penstock.ir.action_kinds import DROP, FORWARD, LET_GO, SUM
-from penstock.ir.graph import Module, Value
+from penstock.ir.graph import Edge, Module, Value
 from penstock.ir.grid import message_rules
 from penstock.ir.schedule import (
     COMPUTE,
@@ -27,6 +27,8 @@ from penstock.ir.schedule import (
     Action,
     Routes,
 )
+from penstock.ir.sharding.between_meshes import arriving_values, edge_values, travels_in_tiles
+from penstock.ir.sharding.tile_messages import TileMessages, tile_messages
 
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs
@@ -59,14 +61,31 @@ def _check_edges(module: Module) -> Iterator[Problem]:
             yield Problem(
                 place, f"there is none, but @s{key[1]}.{taker} takes {_values(values)} from @s{key[0]}.{key[2]}"
             )
-        elif any(list(module.local_values(edges[key].values, stage)) != values for stage in key[:2]):
+        elif list(edge_values(module, edges[key], key[0])) != values:
             yield Problem(place, f"carries {_values(edges[key].values)}, expected {_values(values)}")
+        elif travels_in_tiles(edges[key]):
+            yield from _check_layouts(module, edges[key], place)
     for key, edge in edges.items():
         if key not in expected:
             taker = " or ".join(f"@s{key[1]}.{kind}" for kind in TAKERS[key[2]])
             yield Problem(
                 f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which {taker} does not take"
             )
+
+
+def _check_layouts(module: Module, edge: Edge, place: str) -> Iterator[Problem]:
+    """Check that values of an edge between unlike meshes arrive in the sizes that graphs take, and are no sums of
+    parts."""
+    graphs = [g for kind in TAKERS[edge.phase] if (g := module.stage_graph(edge.dst, kind)) is not None]
+    arrived = {value.name: value for value in edge_values(module, edge, edge.dst)}
+    for value in dict.fromkeys(v for graph in graphs for v in graph.ins if v.name in arrived):
+        if value != arrived[value.name]:
+            yield Problem(place, f"{arrived[value.name]} arrives on a rank of stage {edge.dst}, which takes {value}")
+    for value, other in zip(edge.values, arriving_values(edge), strict=True):
+        if value.type.plain != other.type.plain:
+            yield Problem(place, f"{value} leaves, and arrives as {other.type}, which is another tensor")
+        if value.type.partial or other.type.partial:
+            yield Problem(place, f"{value} is a sum of parts, which does not travel in tiles")
 
 
 def _values(values: Iterable[Value]) -> str:
@@ -80,8 +99,9 @@ def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
         for kind in taking(module, edge.dst, edge.phase, edge.values):
             into.setdefault((edge.dst, kind), []).append((edge.src, edge.phase))
         out.setdefault((edge.src, edge.phase), []).append(edge.dst)
+    tiles = tile_messages(module)
     for rank, actions in run.programs.items():
-        yield from _Ends(run, rank, into, out).check(actions)
+        yield from _Ends(run, rank, into, out, tiles).check(actions)
     yield from _check_channels(run)
     yield from _check_sums(run)
     yield from check_progress(run, message_rules(run.schedule))
@@ -91,7 +111,8 @@ class _Ends:
     """The checker of the ends of messages on one rank: all that a computation takes has come before it, and all that it
     makes is sent after it, each exactly once. The peer of a message is a rank, what it is of the stage: any rank of it
     will do, as the channels show that it has it. `into` are the sources of what computations take, with their phases;
-    `out` the stages that take the results of phases."""
+    `out` the stages that take the results of phases, `tiles` the messages between unlike meshes, of which a rank gets
+    several in place of one."""
 
     def __init__(
         self,
@@ -99,14 +120,17 @@ class _Ends:
         rank: int,
         into: Mapping[tuple[int, str], list[tuple[int, str]]],
         out: Mapping[tuple[int, str], list[int]],
+        tiles: TileMessages,
     ) -> None:
-        self._into, self._out = into, out
+        self._into, self._out, self._tiles = into, out, tiles
         self._arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
         self._homes, self._members = run.schedule.homes(), run.schedule.members()
         self._rank, self._own = rank, set(run.schedule.stages_of(rank))
         self._packed = any(len(run.schedule.stages_of(other)) > 1 for other in run.programs)
         self._teams, self._routes = run.schedule.teams(), Routes(run.schedule)
         self._done: dict[tuple[str, int, int, int | None, int | None], int] = {}
+        # The ranks that have sent tiles, by edge and microbatch or batch.
+        self._arrived: dict[tuple[tuple[int, int, str], int], list[int]] = {}
         self._problem = FirstOfEach(run, rank)
 
     def check(self, actions: list[Action]) -> Iterator[Problem]:
@@ -137,6 +161,11 @@ class _Ends:
         other = self._other(a)
         known = (a.stage, a.phase, other) in self._arriving
         yield from self._message(step, a, known=known)
+        if known and a.peer is not None and other is not None and (other, a.stage, a.phase) in self._tiles:
+            self._receive_tiles(a, (other, a.stage, a.phase))
+            if not self._tiles.slices((other, a.stage, a.phase), a.peer, self._rank):
+                yield from self._problem("tile", step, "brings nothing that has not come from other ranks")
+            return
         if known and a.peer is not None:
             (place, size), (there, of) = self._routes.seat(self._rank), self._routes.seat(a.peer)
             if size == of and place != there:
@@ -146,8 +175,25 @@ class _Ends:
             if peer != a.peer and (first := self._done.get((a.kind, a.stage, a.mb, peer, a.end))) is not None:
                 yield from self._problem("twice", step, f"has already come from rank {peer} at step {first}")
 
+    def _receive_tiles(self, a: Action, ends: tuple[int, int, str]) -> None:
+        assert a.peer is not None
+        self._arrived.setdefault((ends, a.mb), []).append(a.peer)
+
+    def _check_tiles(self, step: int, a: Action, ends: tuple[int, int, str]) -> Iterator[Problem]:
+        """Check that all elements of the values of an edge have come, each from one rank."""
+        peers = self._arrived.get((ends, a.mb), [])
+        missing = self._tiles.missing(ends, self._rank, peers)
+        if missing:
+            listed = ", ".join(f"%{name}" for name in missing)
+            come = f"rank {', '.join(map(str, peers))}" if peers else "no rank"
+            what = f"takes {listed} from stage {ends[0]}, of which elements are missing: tiles have come from {come}"
+            yield from self._problem("tiles", step, what)
+
     def compute(self, step: int, a: Action) -> Iterator[Problem]:
         for source, phase in self._into.get((a.stage, a.kind), ()):
+            if (source, a.stage, phase) in self._tiles and source not in self._own:
+                yield from self._check_tiles(step, a, (source, a.stage, phase))
+                continue
             peers, receive = self._members[source], RECEIVE_OF[phase]
             if source in self._own:
                 if (phase, source, a.mb, None, None) not in self._done:
@@ -185,9 +231,20 @@ class _Ends:
     def _owes(self, phase: str, stage: int, mb: int, target: int) -> bool:
         """Return whether a stage awaits results of this rank that were not sent. Ranks of a team have the same
         results; where the team that takes them is smaller, not all of them send."""
-        if target in self._own or self._moved(SEND_OF[phase], stage, mb, target):
+        if target in self._own:
+            return False
+        if (stage, target, phase) in self._tiles:
+            takers = self._routes.takers(phase, target, mb)
+            return any(self._owes_tiles(phase, stage, mb, target, taker) for taker in takers)
+        if self._moved(SEND_OF[phase], stage, mb, target):
             return False
         return bool(self._routes.targets(self._rank, phase, stage, target, mb))
+
+    def _owes_tiles(self, phase: str, stage: int, mb: int, target: int, taker: int) -> bool:
+        """Return whether a rank awaits tiles of this one that were not sent."""
+        end = target if self._packed else None
+        wanted = self._tiles.slices((stage, target, phase), self._rank, taker)
+        return bool(wanted) and (SEND_OF[phase], stage, mb, taker, end) not in self._done
 
     def _moved(self, kind: str, stage: int, mb: int, other: int) -> bool:
         """Return whether a message with another stage was sent or received."""

@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.graph import Module, written_vars
-from penstock.ir.schedule import SENDS, Program, Schedule
+from penstock.ir.schedule import RECEIVES, SENDS, Action, Program, Schedule
 from penstock.support.words import numbered
 
 from .problems import Problem
@@ -117,9 +117,10 @@ def _check_shares(schedule: Schedule, rank: int, stage: int, place: str) -> Iter
 
 def _check_team(schedule: Schedule, team: Sequence[int], place: str) -> Iterator[Problem]:
     """Check that the ranks of a team run the same actions in the same order. Only the peers of messages differ, and
-    sends: where a stage that takes results has fewer or more ranks, some send nothing, or several times."""
-    programs = [_without_sends(schedule.ranks[rank]) for rank in team]
-    alike = [[a._replace(peer=None) for a in (*p.start, *p.batch)] for p in programs]
+    sends: where a stage that takes results has fewer or more ranks, some send nothing, or several times. Tiles come
+    from several ranks, one behind the other."""
+    programs = [_without_messages(schedule.ranks[rank]) for rank in team]
+    alike = [[*p.start, *p.batch] for p in programs]
     for rank, program, actions in zip(team[1:], programs[1:], alike[1:], strict=True):
         at = next((i for i, pair in enumerate(zip_longest(alike[0], actions)) if pair[0] != pair[1]), None)
         if at is None and len(program.start) == len(programs[0].start):
@@ -132,6 +133,11 @@ def _check_team(schedule: Schedule, team: Sequence[int], place: str) -> Iterator
         )
 
 
-def _without_sends(program: Program) -> Program:
-    start, batch = (tuple(a for a in actions if a.kind not in SENDS) for actions in (program.start, program.batch))
-    return Program(start, batch)
+def _without_messages(program: Program) -> Program:
+    """Return a program without sends and peers, and one receive in place of several behind each other."""
+
+    def short(actions: Sequence[Action]) -> tuple[Action, ...]:
+        bare = [a._replace(peer=None) for a in actions if a.kind not in SENDS]
+        return tuple(a for i, a in enumerate(bare) if not (i and a.kind in RECEIVES and a == bare[i - 1]))
+
+    return Program(short(program.start), short(program.batch))

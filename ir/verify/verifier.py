@@ -52,6 +52,7 @@ from penstock.ir.memo import Derived
 from penstock.ir.memory.workspace import is_inline
 from penstock.ir.ops import infer_op
 from penstock.ir.schedule import COMPUTE, READERS
+from penstock.ir.sharding.between_meshes import edge_values, travels_in_tiles
 from penstock.ir.types import TensorType
 from penstock.support.gc_pause import nothing_collected
 
@@ -101,6 +102,7 @@ def check_typed(module: Module) -> Iterator[Problem]:
         if isinstance(var.init, tuple) and len(var.init) != var.type.size:
             yield Problem(f"@{name}", f"is {var.type} and begins with {len(var.init)} elements")
     yield from _check_batch(module)
+    tiled = _tiled_types(module)
     seen: dict[str, tuple[Value, str]] = {v.name: (v, "input of the module") for v in module.inputs}
     for name, graph in module.graphs.items():
         if name != graph.name:
@@ -111,6 +113,8 @@ def check_typed(module: Module) -> Iterator[Problem]:
         for value in (*graph.ins, *graph.outs, *graph.saved):
             other, place = seen.setdefault(value.name, (value, f"@{name}"))
             expected = other.type if here is None else module.local_type(other.type, here)
+            if value.name in tiled:
+                expected = tiled[value.name].get(stage, tiled[value.name][None])
             if expected != value.type:
                 yield Problem(
                     f"@{name}",
@@ -132,6 +136,18 @@ def _check_batch(module: Module) -> Iterator[Problem]:
             yield Problem(f"%{name}", "is said to have samples, and is no input and no output")
         elif axis is not None and axis >= values[name].type.rank:
             yield Problem(f"%{name}", f"is {values[name].type} and has no dimension {axis} for samples to lie along")
+
+
+def _tiled_types(module: Module) -> dict[str, dict[int | None, TensorType]]:
+    """Return the types of values that travel in tiles: on one device of the stages that take them, and of others."""
+    types: dict[str, dict[int | None, TensorType]] = {}
+    for edge in module.edges:
+        if travels_in_tiles(edge):
+            for left, arrived in zip(
+                *(edge_values(module, edge, stage) for stage in (edge.src, edge.dst)), strict=True
+            ):
+                types.setdefault(left.name, {None: left.type})[edge.dst] = arrived.type
+    return types
 
 
 def _local_types(module: Module, types: Mapping[str, TensorType], stage: int) -> dict[str, TensorType]:

@@ -13,18 +13,25 @@ that takes them. Several of them stand in the order of the other stage's number.
 one rank nothing is sent. Both ends run the microbatches of one phase in
 the same order, so the order on a channel is the same on both. Where stages lie on several ranks, a microbatch goes to
 the rank that runs it (ir/schedule.py, Routes).
+
+Edges that `localize` has written, of values that lie unlike on the meshes of two stages, stay as they are. Such values
+travel in tiles, and a rank receives from as many others as have what it takes; senders.py chooses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import ACTION_KINDS, AGAIN
 from penstock.ir.graph import Edge, Graph, Module, Value
-from penstock.ir.schedule import PER_BATCH, PHASES, RECEIVE_OF, SEND_OF, TAKERS, Action, Routes
+from penstock.ir.schedule import MESSAGES, PER_BATCH, PHASES, RECEIVE_OF, SEND_OF, TAKERS, Action, Routes, Schedule
+from penstock.ir.sharding.between_meshes import edge_values, travels_in_tiles
+from penstock.ir.sharding.tile_messages import EdgeEnds, TileEnds
 from penstock.ir.verify.schedules import taking
 from penstock.support.errors import UsageError, VerifyError
+
+from .senders import balanced_senders
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
     without a source."""
     problems: list[str] = []
     edges: list[Edge] = []
+    written = {(edge.src, edge.dst, edge.phase): edge for edge in module.edges}
     for phase in PHASES:
         graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
         makers = _makers(graphs, problems)
@@ -60,11 +68,17 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
                     )
                     continue
                 sent = next(v for v in graphs[source].outs if v.name == value.name)
-                if sent.type != value.type:
+                if sent.type != value.type and (source, stage, phase) not in written:
                     problems.append(f"@{graph.name} takes {value}, but @{graphs[source].name} returns {sent}")
                 wanted.setdefault((source, stage), set()).add(value.name)
         for (src, dst), names in sorted(wanted.items()):
-            edges.append(Edge(src, dst, phase, tuple(v for v in graphs[src].outs if v.name in names)))
+            edge = Edge(src, dst, phase, tuple(v for v in graphs[src].outs if v.name in names))
+            known = written.get((src, dst, phase), edge)
+            if edge_values(module, known, src) != edge.values:
+                problems.append(
+                    f"edge {src}>{dst} {phase} carries {known.values}, @{graphs[src].name} returns {edge.values}"
+                )
+            edges.append(known)
     if problems:
         raise VerifyError("\n  ".join(problems), where=f"communicate @{module.name}")
     return tuple(edges)
@@ -97,11 +111,19 @@ def _elsewhere(module: Module, stage: int, phase: str) -> str:
     return f"{saved}and {returned}"
 
 
+def is_connected(module: Module) -> bool:
+    """Return whether sends and receives stand in the schedule, or no values travel between ranks."""
+    edges_are_final = bool(module.edges) and not all(map(travels_in_tiles, module.edges))
+    return edges_are_final or (
+        module.schedule is not None and any(a.kind in MESSAGES for a in module.schedule.actions())
+    )
+
+
 def communicate(module: Module, options: CommunicateOptions = CommunicateOptions()) -> Module:
     """Find the values that travel between stages, and put sends and receives around the computations."""
     if module.schedule is None:
         raise UsageError("the module has no schedule", where="communicate", hint="run the schedule pass first")
-    if module.edges:
+    if is_connected(module):
         raise UsageError(
             "the module already has edges", where="communicate", hint="the pass runs once, after weight-versions"
         )
@@ -116,18 +138,45 @@ def communicate(module: Module, options: CommunicateOptions = CommunicateOptions
         )
         leaving.setdefault((edge.src, edge.phase), []).append(edge.dst)
 
-    routes, packed = Routes(module.schedule), bool(module.packs)
+    peers, packed = _Peers(module, edges, module.schedule), bool(module.packs)
 
     def surround(rank: int, action: Action) -> Iterator[Action]:
         at = (action.stage, action.kind)
         for phase, source in sorted(arriving.get(at, ())):
-            peer = routes.source(rank, phase, source, action.mb)
-            if peer != rank:
+            for peer in peers.sources(rank, (source, action.stage, phase), action.mb):
                 yield Action(RECEIVE_OF[phase], action.stage, action.mb, None, peer, source if packed else None)
         yield action
         for target in sorted(leaving.get(at, ())):
-            for peer in routes.targets(rank, action.kind, action.stage, target, action.mb):
-                if peer != rank:
-                    yield Action(SEND_OF[action.kind], action.stage, action.mb, None, peer, target if packed else None)
+            for peer in peers.targets(rank, (action.stage, target, action.kind), action.mb):
+                yield Action(SEND_OF[action.kind], action.stage, action.mb, None, peer, target if packed else None)
 
     return module.but(edges=edges, schedule=module.schedule.rewrite_ranks(surround))
+
+
+class _Peers:
+    """The ranks that messages come from and go to."""
+
+    def __init__(self, module: Module, edges: tuple[Edge, ...], schedule: Schedule) -> None:
+        self._module, self._routes, self._devices = module, Routes(schedule), module.rank_devices()
+        self._tiled = {(e.src, e.dst, e.phase): e for e in edges if travels_in_tiles(e)}
+        self._chosen: dict[tuple[EdgeEnds, tuple[int, ...], tuple[int, ...]], Mapping[int, tuple[int, ...]]] = {}
+
+    def sources(self, rank: int, ends: EdgeEnds, number: int) -> list[int]:
+        """Return the ranks that a rank receives from, in order."""
+        source, _, phase = ends
+        if (edge := self._tiled.get(ends)) is None:
+            return [peer for peer in (self._routes.source(rank, phase, source, number),) if peer != rank]
+        teams = self._routes.source_team(rank, phase, source, number), self._routes.team(rank)
+        if (ends, *teams) not in self._chosen:
+            both = TileEnds(edge, self._module.mesh_of(edge.src), self._module.mesh_of(edge.dst))
+            self._chosen[ends, *teams] = balanced_senders(both, self._module.cluster, teams, self._devices)
+        return list(self._chosen[ends, *teams][rank])
+
+    def targets(self, rank: int, ends: EdgeEnds, number: int) -> list[int]:
+        """Return the ranks that a rank sends to."""
+        source, target, phase = ends
+        if ends not in self._tiled:
+            peers = self._routes.targets(rank, phase, source, target, number)
+            return [peer for peer in peers if peer != rank]
+        takers = self._routes.takers(phase, target, number)
+        return [taker for taker in takers if rank in self.sources(taker, ends, number)]

@@ -17,16 +17,17 @@ gradients below 6e-8 vanish and values above 65504 overflow, where bf16 loses di
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import ACTION_KINDS
-from penstock.ir.graph import Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.graph import Edge, Graph, Module, Namer, Op, Value, substitute
 from penstock.ir.schedule import PER_BATCH, PHASES
+from penstock.ir.sharding.between_meshes import edge_values
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
-from .communicate import find_edges
+from .communicate import find_edges, is_connected
 
 WIRES = ("f32", "bf16", "f16")
 _WIDE = "f32"
@@ -57,10 +58,11 @@ def wire(module: Module, options: WireOptions) -> Module:
     check_wire(options.dtype)
     if options.dtype == _WIDE:
         return module
-    if module.edges:
+    if is_connected(module):
         raise UsageError("sends and receives are there already", where="wire", hint="run the pass before communicate")
     edges = [edge for edge in find_edges(module) if edge.phase in _KNOW]
-    moved = {value.name: value for edge in edges for value in edge.values if value.type.dtype == _WIDE}
+    sent = [value for edge in edges for value in edge_values(module, edge, edge.src)]
+    moved = {value.name: value for value in sent if value.type.dtype == _WIDE}
     if not moved:
         return module
     namer = Namer.of(*module.graphs.values())
@@ -85,7 +87,20 @@ def wire(module: Module, options: WireOptions) -> Module:
                     graphs[graph.name] = _rounded(changed, goes, low, module.outputs) if kind == phase else changed
     before = sum(value.type.nbytes for value in moved.values())
     text = f"{counted(len(moved), 'value')}, {shown_bytes(before)} a microbatch, travel as {options.dtype}"
-    return module.but(graphs=graphs).noted("wire", text)
+    # Edges between unlike meshes, which are there already.
+    written = tuple(_rounded_edge(edge, low) if edge.phase in _KNOW else edge for edge in module.edges)
+    return module.but(graphs=graphs, edges=written).noted("wire", text)
+
+
+def _rounded_edge(edge: Edge, low: Mapping[str, Value]) -> Edge:
+    """Return an edge whose values travel in rounded form, and lie as they did."""
+    forms = [low.get(value.name, value) for value in edge.values]
+    values = (
+        Value(form.name, value.type._replace(dtype=form.type.dtype))
+        for value, form in zip(edge.values, forms, strict=True)
+    )
+    to = (t._replace(dtype=form.type.dtype) for t, form in zip(edge.to, forms, strict=False))
+    return replace(edge, values=tuple(values), to=tuple(to))
 
 
 def round_trips(unsplit: Module, parts: Module) -> Module:
@@ -130,15 +145,17 @@ def _widened(
     names = [value.name for value in graph.ins if value.name in comes]
     if not names:
         return graph
-    new = {name: wide[name] for name in names}
+    # Parts of a value may have other sizes here than where it is made.
+    new = {v.name: Value(wide[v.name].name, v.type) for v in graph.ins if v.name in comes}
+    narrow = {name: Value(low[name].name, v.type._replace(dtype=low[name].type.dtype)) for name, v in new.items()}
 
     def renamed(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(new.get(value.name, value) for value in values)
 
     ops = tuple(op.with_ins(renamed(op.ins)) for op in graph.ops)
-    ins = tuple((low if first else wide)[value.name] if value.name in new else value for value in graph.ins)
+    ins = tuple((narrow if first else new)[value.name] if value.name in new else value for value in graph.ins)
     if first:
-        ops = (*(Op("cast", (low[name],), (wide[name],), {"dtype": _WIDE}) for name in names), *ops)
+        ops = (*(Op("cast", (narrow[name],), (new[name],), {"dtype": _WIDE}) for name in names), *ops)
     return Graph(graph.name, ins, renamed(graph.outs), ops, renamed(graph.saved))
 
 

@@ -5,8 +5,8 @@ graphs in local form: types are plain and small, reshards are collectives, and o
 themselves are written in it (forms.py). Inputs `mesh.AXIS` say where a rank lies. Names stay: the local `%h` of all
 ranks together is the whole `%h`. What stands outside of graphs, inputs and variables, keeps its whole type.
 
-A value may be split over axes of which the stages at both ends of an edge have other sizes. It travels in parts, where
-ranks at the same places have the same ones. Else it travels whole.
+A value may be split over axes of which the stages at both ends of an edge have other sizes; crossings/ says how it
+travels.
 
 Where a sum runs over a dimension whose size does not divide, padding is masked unless it is known to be zero
 (padding.py); so is what is written into variables.
@@ -15,39 +15,33 @@ Where a sum runs over a dimension whose size does not divide, padding is masked 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from penstock.ir.action_kinds import ACTION_KINDS, FORWARD
+from penstock.ir.action_kinds import FORWARD
 from penstock.ir.attrs import Attr
 from penstock.ir.graph import (
     ANNOTATIONS,
     LOCAL,
-    REPLICAS,
     Graph,
-    Mesh,
     Module,
     Namer,
     Op,
     Value,
     graph_kind,
     graph_stage,
-    substitute,
 )
 from penstock.ir.ops import OPS, complete_attrs, integer, ints, make
-from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, TAKERS
-from penstock.ir.sharding.between_meshes import moved_axes
+from penstock.ir.schedule import COMPUTE
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split as Splitting
 from penstock.ir.sharding.splits import SplitRule, read_split
 from penstock.ir.types import TensorType
-from penstock.support.errors import UsageError, VerifyError
-from penstock.support.words import itemised
+from penstock.support.errors import VerifyError
 
 from .building import LocalWriter
 from .calls import LocalCall
+from .crossings.crossings import between_meshes
 from .forms import FORMS
 from .padding import ANYTHING, FINITE, ZERO, padding_of
 from .reshard import resharded
@@ -60,7 +54,7 @@ class LocalizeOptions:
 
 def localize(module: Module, options: LocalizeOptions = LocalizeOptions()) -> Module:
     """Turn every stage graph into the program of one device of its mesh."""
-    module = _between_meshes(module)
+    module = between_meshes(module)
     namer = Namer.of(*module.graphs.values())
     # What the padding of values holds that other graphs take; that of what is fed is zero.
     padding = {value.name: ZERO for value in module.inputs}
@@ -74,110 +68,6 @@ def localize(module: Module, options: LocalizeOptions = LocalizeOptions()) -> Mo
         padding |= localizer.padding
     facts = tuple(LOCAL if fact == "sharded" else fact for fact in module.facts)
     return module.but(graphs={name: graphs[name] for name in module.graphs}, facts=facts)
-
-
-def _between_meshes(module: Module) -> Module:
-    """Let values that are split travel between stages that have other sizes of their axes. Where as many ranks have the
-    same parts at the same places, each sends its part. Else the stage that makes a value gathers it, and each that
-    takes it cuts its part out."""
-    if len({mesh.axes for mesh in map(module.mesh_of, range(len(module.stages)))}) < 2:
-        return module
-    graphs, problems = dict(module.graphs), []
-    namer = Namer.of(*graphs.values())
-    for phase in PHASES:
-        sent = [(s.index, v) for s in module.stages for v in getattr(module.stage_graph(s.index, phase), "outs", ())]
-        for source, value in sent:
-            takers = _takers(module, source, value, phase)
-            stages = sorted({graph_stage(name) or 0 for name in takers})
-            unlike = [stage for stage in stages if not _alike(module, value.type, source, stage)]
-            if unlike and value.type.partial:
-                listed = " and ".join(map(str, sorted({source, *stages})))
-                problems.append(f"%{value.name} of stages {listed} is a sum of parts")
-            elif unlike:
-                _let_travel(module, graphs, _Crossing(value, f"s{source}.{phase}", takers, stages, unlike), namer)
-    if problems:
-        raise UsageError(
-            "sums travel between stages with unlike meshes when they are added up:" + itemised(problems),
-            hint="cut where tensors are whole, such as behind the sum of a block",
-        )
-    return module.but(graphs=graphs)
-
-
-class _Crossing(NamedTuple):
-    """A value that a graph hands out, the graphs that take it, their stages, and those of them with an unlike mesh."""
-
-    value: Value
-    maker: str
-    takers: Sequence[str]
-    stages: Sequence[int]
-    unlike: Sequence[int]
-
-
-def _let_travel(module: Module, graphs: dict[str, Graph], crossing: _Crossing, namer: Namer) -> None:
-    """Rewrite the graphs at both ends of a crossing."""
-    value, source = crossing.value, module.mesh_of(graph_stage(crossing.maker) or 0)
-    arriving = {stage: _arriving(value.type, source, module.mesh_of(stage)) for stage in crossing.unlike}
-    arrivals = {stage: Value(value.name, t) for stage, t in arriving.items() if t is not None}
-    if len(arrivals) < len(arriving):
-        whole = Value(namer.fresh(f"{value.name}.whole"), value.type.plain)
-        graphs[crossing.maker] = _returning(graphs[crossing.maker], value, whole)
-        arrivals = dict.fromkeys(crossing.stages, whole)
-    for stage, arrived in arrivals.items():
-        part = Value(namer.fresh(f"{value.name}.part"), value.type)
-        for name in [name for name in graphs if graph_stage(name) == stage and name != crossing.maker]:
-            graphs[name] = _taking(graphs[name], value, part, arrived if name in crossing.takers else None)
-
-
-def _alike(module: Module, t: TensorType, stage: int, other: int) -> bool:
-    """Return whether each rank of another stage takes the part that it has to have from the rank at its place."""
-    return moved_axes(module.mesh_of(stage), module.mesh_of(other)).isdisjoint(t.every_axis)
-
-
-def _arriving(t: TensorType, source: Mesh, target: Mesh) -> TensorType | None:
-    """Return the layout in which the ranks of another mesh have the parts of a tensor that ranks at the same places
-    have; None where there is none, or ranks have parts in common."""
-    here, there = (
-        tuple(axis for axis, size in mesh.axes if axis != REPLICAS and size > 1) for mesh in (source, target)
-    )
-    split = [tuple(axis for axis in t.axes_of(i) if source.sizes.get(axis, 1) > 1) for i in range(t.rank)]
-    sizes = [prod(mesh.sizes[axis] for axis in axes) for mesh, axes in ((source, here), (target, there))]
-    dims = [i for i, axes in enumerate(split) if axes]
-    if sizes[0] != sizes[1] or [split[i] for i in dims] != [here] or t.blocks_of(dims[0]) != 1:
-        return None
-    return t.plain.laid(tuple(there if i in dims else () for i in range(t.rank)))
-
-
-def _takers(module: Module, source: int, value: Value, phase: str) -> list[str]:
-    """Return the graphs that take a value that a stage hands out: those of other stages, and what stages hand out once
-    per batch is for their own, too."""
-    takers = []
-    for stage in (s.index for s in module.stages if s.index != source or phase in PER_BATCH):
-        for kind in TAKERS[phase]:
-            graph = module.stage_graph(stage, kind)
-            savers = [module.stage_graph(stage, saver) for saver in ACTION_KINDS[kind].saved_by]
-            saved = any(value in saver.saved for saver in savers if saver is not None)
-            if graph is not None and value in graph.ins and not saved:
-                takers.append(graph.name)
-    return takers
-
-
-def _returning(graph: Graph, value: Value, whole: Value) -> Graph:
-    """Return a graph that hands out a value gathered."""
-    maker = next((op for op in graph.ops if value in op.outs), None)
-    gathered = make("reshard", [value], [whole.name], maker.loc if maker is not None else "", to=str(whole.type))
-    return replace(graph, outs=substitute(graph.outs, {value: whole}), ops=(*graph.ops, gathered))
-
-
-def _taking(graph: Graph, value: Value, part: Value, whole: Value | None) -> Graph:
-    """Return a graph that reads a part in place of a value, and cuts it out of the whole value where it takes that."""
-    table = {value: part}
-    ins, outs, saved = (substitute(values, table) for values in (graph.ins, graph.outs, graph.saved))
-    ops = tuple(op.with_ins(substitute(op.ins, table)) if value in op.ins else op for op in graph.ops)
-    if whole is not None:
-        loc = next((op.loc for op in graph.ops if value in op.ins), "")
-        ops = (make("reshard", [whole], [part.name], loc, to=str(part.type)), *ops)
-        ins = substitute(ins, {part: whole})
-    return Graph(graph.name, ins, outs, ops, saved)
 
 
 def _turn(name: str) -> tuple[int, int]:

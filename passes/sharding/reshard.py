@@ -11,7 +11,7 @@ from penstock.ir.graph import Value
 from penstock.ir.sharding.paths import Move, moves
 from penstock.ir.types import TensorType, part_size, place_in_block
 
-from .building import LocalWriter
+from .building import LocalWriter, typed
 
 
 def resharded(
@@ -20,8 +20,12 @@ def resharded(
     """Write what brings a local value from one layout to another; the result gets the name. `alone`: nothing else reads
     the value, so that it may get the name itself where nothing moves."""
     at, value = before, x
-    for move in moves(before, after, b.sizes):
+    parts = tuple(axis for axis in after.partial if axis not in before.partial)
+    bare = after.laid(after.axes, tuple(axis for axis in after.partial if axis not in parts), after.blocks)
+    for move in moves(before, bare, b.sizes):
         value, at = _moved(b, value, at, move), move.after
+    if b.present(parts):
+        value = _as_sum(b, value, b.present(parts))
     return _named(b, value, name, mine=alone or value != x)
 
 
@@ -33,6 +37,12 @@ def _named(b: LocalWriter, value: Value, name: str, *, mine: bool) -> Value:
         b.put(last.renamed({value: named}))
         return named
     return b.emit("reshape", value, name=name, shape=value.type.dims)
+
+
+def _as_sum(b: LocalWriter, x: Value, axes: tuple[str, ...]) -> Value:
+    """Write a value as a sum over ranks: the first of them has it, the others have zero."""
+    first = b.emit("less", b.index(axes), b.number(1, "i64"))
+    return b.emit("where", first, x, b.number(typed(0.0, x.type.dtype), x.type.dtype))
 
 
 def _moved(b: LocalWriter, x: Value, at: TensorType, move: Move) -> Value:

@@ -19,6 +19,7 @@ from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory.predict import Course, memory_course
 from penstock.ir.memory.update_parts import share_of_update
 from penstock.ir.schedule import Action
+from penstock.ir.sharding.tile_messages import tile_messages
 from penstock.passes.costs.prices import timed_kind
 from penstock.support.errors import UsageError
 from penstock.support.hardware import usable_cores
@@ -105,7 +106,11 @@ def forecast(
     machine = replace(plain, route=lambda a, b: change(plain.route(a, b)))
 
     exchanges = exchange_seconds(module, machine.route)
-    machine = replace(machine, together=meeting_ranks(module), copied=copies_of(module))
+    tiles = {
+        (phase, sender, taker, src, dst): float(sum(value.type.nbytes for value in values))
+        for (src, dst, phase), sender, taker, values in tile_messages(module).messages()
+    }
+    machine = replace(machine, together=meeting_ranks(module), copied=copies_of(module), tiles=tiles)
 
     def lasting(rank: int, action: Action) -> float:
         return seconds(rank, action) + exchanges.get((rank, timed_kind(module, action.stage, action.kind)), 0.0)

@@ -240,7 +240,8 @@ class _Simulation:
         _, source, target, *_ = key
         if key not in self.channels:
             ends = action.stage, action.other(self.stage_of)
-            size = self.nbytes(action.phase, *(ends if action.kind in SENDS else ends[::-1]))
+            ends = ends if action.kind in SENDS else ends[::-1]
+            size = self.machine.size_of((action.phase, source, target, *ends), self.nbytes)
             self.channels[key] = MessageChannel(
                 source, target, size, self.pairs[source, target], *self._ends(source, target, size)
             )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.ir.sharding.tile_messages import ends_of, message_values
 
 from .trace import Event
 
@@ -48,22 +49,23 @@ _Message = tuple[str, int, int, int | None, int | None, int]
 def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
     """Measure the messages of a run; those whose other end is not in the trace are left out."""
     stages, devices = module.rank_stages(), module.rank_devices()
-    nbytes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
     sent: dict[_Message, float] = {}
-    received: list[tuple[_Message, tuple[str, int, int], float, float]] = []
+    received: list[tuple[_Message, int, float, float]] = []
     for rank, events in enumerate(ranks):
         for text, start, end in events:
             action = Action.parse(text.partition(" ")[0])
             if action.kind in SENDS:
                 sent[(*action.channel(rank), action.mb)] = start
             elif action.kind in RECEIVES:
-                edge = action.phase, action.other(stages), action.stage
-                received.append(((*action.channel(rank), action.mb), edge, start, end))
+                assert action.peer is not None
+                values = message_values(module, ends_of(action, stages), action.peer, rank)
+                nbytes = sum(value.type.nbytes for value in values)
+                received.append(((*action.channel(rank), action.mb), nbytes, start, end))
     count, moving, waited = 0, 0.0, 0.0
-    for key, edge, start, end in received:
+    for key, nbytes, start, end in received:
         if key not in sent:
             continue
-        link = _seconds(module.cluster, devices[key[1]], devices[key[2]], nbytes[edge])
+        link = _seconds(module.cluster, devices[key[1]], devices[key[2]], nbytes)
         under_way, wait = max(end - sent[key], 0.0), max(end - max(start, sent[key]), 0.0)
         count += 1
         if wait > _AT_ONCE:

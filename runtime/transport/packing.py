@@ -5,6 +5,9 @@ In: the values of an edge, or memory for those that arrive. Out: the tensors tha
 A value that travels alone is sent from its tensor and received into one. Those that share a message are copied into
 memory for it, with gaps, and are parts of the memory that it arrived in.
 
+Of values that travel in tiles (ir/sharding/tile_messages.py), slices are copied out of the sender's parts. The taker
+copies them into its own, unless one slice is all that it takes.
+
 A microbatch of a smaller size of the model (ir/ladder) has smaller values. Its messages lie in blocks of the size of
 those that the largest one has, and so take no memory of their own.
 """
@@ -17,6 +20,7 @@ import torch
 
 from penstock.ir.graph import Value
 from penstock.ir.messages import Parcel, parcels
+from penstock.ir.sharding.tile_messages import EdgeEnds, TileMessages
 from penstock.ir.types import TensorType
 from penstock.runtime.state.store import CPU, TORCH_DTYPES, Recycled, allocate
 
@@ -104,3 +108,55 @@ class EdgePackings:
     def all(self) -> list[EdgePacking]:
         """The messages of every size."""
         return list(self._by_rung.values())
+
+
+class TiledMessages:
+    """The tiles that one rank sends and takes, of microbatches of one size. Parts are on `device`."""
+
+    def __init__(self, messages: TileMessages, rank: int, device: torch.device = CPU) -> None:
+        self._messages, self._rank, self._buffers = messages, rank, Recycled(device)
+        # What has come of a microbatch over an edge: parts by name, and the ranks that have sent theirs.
+        self._coming: dict[tuple[EdgeEnds, int], tuple[dict[str, torch.Tensor], set[int]]] = {}
+        self.width = max((len(parcels(values)) for *_, values in messages.messages()), default=1)
+
+    def __contains__(self, ends: EdgeEnds) -> bool:
+        return ends in self._messages
+
+    def values(self, ends: EdgeEnds, sender: int, taker: int) -> tuple[Value, ...]:
+        """Return the values in the messages of one rank to another."""
+        return tuple(piece.value for piece in self._messages.slices(ends, sender, taker))
+
+    def cut(self, ends: EdgeEnds, taker: int, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return what this rank sends to another, contiguous."""
+        pieces = self._messages.slices(ends, self._rank, taker)
+        return [tensors[piece.whole][piece.taken].contiguous() for piece in pieces]
+
+    def put(self, ends: EdgeEnds, sender: int, unit: int, tiles: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Put tiles of a microbatch or batch in their places. Return the parts of which these are the first."""
+        senders = self._messages.senders(ends, self._rank, (sender,))
+        parts, known = self._coming.setdefault((ends, unit), ({}, set()))
+        before = set(parts)
+        pieces = self._messages.slices(ends, sender, self._rank)
+        parts.update({p.whole: tile for p, tile in zip(pieces, tiles, strict=True) if p.is_all})
+        for value in self._messages.arriving(ends) if not known else ():
+            if value.name not in parts and not self._comes_whole(ends, senders, value.name):
+                parts[value.name] = self._buffers.tensor(value.type)
+                if self._is_padded(ends, senders, value):
+                    parts[value.name].zero_()
+        for piece, tile in zip(pieces, tiles, strict=True):
+            if not piece.is_all:
+                parts[piece.whole][piece.put] = tile
+        known.add(sender)
+        if len(known) == len(senders):
+            del self._coming[ends, unit]
+        return {name: part for name, part in parts.items() if name not in before}
+
+    def _sizes(self, ends: EdgeEnds, senders: Sequence[int], name: str) -> list[tuple[bool, int]]:
+        pieces = [piece for sender in senders for piece in self._messages.slices(ends, sender, self._rank)]
+        return [(piece.is_all, piece.value.type.size) for piece in pieces if piece.whole == name]
+
+    def _comes_whole(self, ends: EdgeEnds, senders: Sequence[int], name: str) -> bool:
+        return any(is_all for is_all, _ in self._sizes(ends, senders, name))
+
+    def _is_padded(self, ends: EdgeEnds, senders: Sequence[int], value: Value) -> bool:
+        return sum(size for _, size in self._sizes(ends, senders, value.name)) < value.type.size

@@ -37,10 +37,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.ir.action_kinds import ACTION_KINDS
-from penstock.ir.graph import Edge
+from penstock.ir.graph import Edge, Value
 from penstock.ir.memory.walk import POSTED, SENDS_TOGETHER
 from penstock.ir.messages import parcels
 from penstock.ir.schedule import SENDS, Action
+from penstock.ir.sharding.tile_messages import TileMessages
 from penstock.runtime.group.group import Team, time_span
 from penstock.runtime.group.neighbours import End, end_of
 from penstock.runtime.messages.ledger import Ledger
@@ -56,7 +57,7 @@ from .device_wire import DeviceWire
 from .gloo_wire import CopiedWire, GlooWire
 from .ipc_wire import IpcIncoming, IpcOutgoing
 from .overdue import DeviceWork, Overdue
-from .packing import EdgePackings
+from .packing import EdgePackings, TiledMessages
 from .senders import LOST, BackgroundWork, Failures, LateSender, Outgoing, Sender, Works
 from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
 from .sums import GradientSums
@@ -117,6 +118,7 @@ class RankTransport:
         # The edges of every size of the model, the largest first, and the size of a microbatch.
         self._rungs: dict[str, dict[_Ends, Edge]] = {"": self._edges}
         self.rung_of: Callable[[int], str] = lambda mb: ""
+        self._tiles: dict[str, TiledMessages] = {}
         self._width = max((len(parcels(edge.values)) for edge in edges), default=1)
         # Memory that gloo may write to.
         self._buffers = Recycled(pinned=device != CPU)
@@ -145,6 +147,19 @@ class RankTransport:
         self._rungs = {rung: _by_ends(edges) for rung, edges in rungs.items()}
         self._width = max((len(parcels(edge.values)) for edges in rungs.values() for edge in edges), default=1)
 
+    def use_tiles(self, messages: Mapping[str, TileMessages]) -> None:
+        """Take what ranks send each other over edges between unlike meshes, for every size of the model. Behind
+        `use_rungs`, and before the first message."""
+        self._tiles = {rung: TiledMessages(of_rung, self.rank, self.device) for rung, of_rung in messages.items()}
+        self._width = max(self._width, *(tiles.width for tiles in self._tiles.values()))
+
+    def _tiles_of(self, action: Action) -> TiledMessages | None:
+        """Return the tiles of the size of a microbatch; None where values of its edge travel as they are."""
+        if not self._tiles:
+            return None
+        tiles = self._tiles[self.rung_of(action.mb)] if len(self._tiles) > 1 else next(iter(self._tiles.values()))
+        return tiles if self._ends_of(action) in tiles else None
+
     def edge_of(self, action: Action) -> Edge:
         """Return the edge whose values a send or receive moves."""
         edges = self._edges if len(self._rungs) == 1 else self._rungs[self.rung_of(action.mb)]
@@ -168,8 +183,12 @@ class RankTransport:
         outgoing, sender = channel.outgoing, channel.sender
         assert outgoing is not None
         assert sender is not None
-        names = channel.packings.of(action.mb).names
-        prepared = outgoing.prepare(action.mb, [tensors[name].contiguous() for name in names])
+        if (tiles := self._tiles_of(action)) is not None:
+            assert action.peer is not None
+            sent = tiles.cut(self._ends_of(action), action.peer, tensors)
+        else:
+            sent = [tensors[name].contiguous() for name in channel.packings.of(action.mb).names]
+        prepared = outgoing.prepare(action.mb, sent)
         if channel.link is not None:
             channel.link.begin(action, lambda: self._start(action, outgoing, prepared))
             return
@@ -231,6 +250,9 @@ class RankTransport:
         if self.device != CPU and not isinstance(channel.incoming, _ON_DEVICES):
             messages = [self.copies.upload(message) for message in messages]
         packing = channel.packings.of(action.mb)
+        if (tiles := self._tiles_of(action)) is not None:
+            assert action.peer is not None
+            return tiles.put(self._ends_of(action), action.peer, action.holder, packing.unpack(messages))
         return dict(zip(packing.names, packing.unpack(messages), strict=True))
 
     @cached_property
@@ -342,7 +364,11 @@ class RankTransport:
         else:
             buffers = self._shared if end in self._near else self._buffers
         ends = self._ends_of(action)
-        values = {rung: edges[ends].values for rung, edges in self._rungs.items()}
+        values: dict[str, Sequence[Value]] = {rung: edges[ends].values for rung, edges in self._rungs.items()}
+        if self._tiles_of(action) is not None:
+            assert action.peer is not None
+            ranks = (self.rank, action.peer) if sends else (action.peer, self.rank)
+            values = {rung: tiles.values(ends, *ranks) for rung, tiles in self._tiles.items()}
         return EdgePackings(values, lambda mb: self.rung_of(mb), buffers, self.device)
 
     def _to_near(self, action: Action, packings: EdgePackings, near: socket.socket) -> SharedOutgoing | IpcOutgoing:

@@ -27,6 +27,7 @@ from penstock.ir.batch_shares import loss_stage, microbatch_size
 from penstock.ir.graph import MICROBATCH, Edge, Module
 from penstock.ir.ops import OPS
 from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action, Routes
+from penstock.ir.sharding.tile_messages import tile_messages
 from penstock.runtime.data.samples import FileSamples, check_data
 from penstock.runtime.messages.control import DataSpec
 from penstock.runtime.messages.defaults import SYNTHETIC, WRAP
@@ -194,15 +195,23 @@ def _actions(module: Module, routes: Routes, rank: int, stage: int, mb: int) -> 
     def end(other: int) -> int | None:
         return other if module.packs else None
 
+    tiles = tile_messages(module)
+
+    def sources(edge: Edge, taker: int) -> tuple[int, ...]:
+        ends = (edge.src, edge.dst, edge.phase)
+        if ends in tiles:
+            return tiles.senders(ends, taker, routes.source_team(taker, FORWARD, edge.src, mb))
+        return (routes.source(taker, FORWARD, edge.src, mb),)
+
     for edge in module.edges:
         if edge.dst == stage and edge.phase == FORWARD:
-            peer = routes.source(rank, FORWARD, edge.src, mb)
-            if peer != rank:
-                yield Action(RECEIVE_OF[FORWARD], stage, mb, peer=peer, end=end(edge.src))
+            for peer in sources(edge, rank):
+                if peer != rank:
+                    yield Action(RECEIVE_OF[FORWARD], stage, mb, peer=peer, end=end(edge.src))
     yield Action(FORWARD, stage, mb)
     for edge in _leaving(module, stage):
-        for peer in routes.targets(rank, FORWARD, stage, edge.dst, mb):
-            if peer != rank:
+        for peer in routes.takers(FORWARD, edge.dst, mb):
+            if peer != rank and rank in sources(edge, peer):
                 yield Action(SEND_OF[FORWARD], stage, mb, peer=peer, end=end(edge.dst))
     yield Action(DROP, stage, mb)
 

@@ -31,6 +31,8 @@ from penstock.backends.registry import backend_of
 from penstock.ir.batch_shares import fed_to_rank, reports, share_of
 from penstock.ir.collective_calls import groups_of, kept_sums
 from penstock.ir.graph import PARAM, Edge, Module, summed_vars
+from penstock.ir.sharding.between_meshes import edge_values
+from penstock.ir.sharding.tile_messages import tile_messages
 from penstock.runtime.checkpoint.saving import Saver
 from penstock.runtime.data.samples import FileSamples, Samples, open_data
 from penstock.runtime.group.group import RankGroup, ends_among, host_store, join_store
@@ -137,8 +139,7 @@ class Worker:
         self.transport = RankTransport(
             rank, local_edges(self.module), homes, setup.timeout, program.device, setup.latency, group.team, near
         )
-        if len(self.sizes) > 1:
-            self.transport.use_rungs({rung: local_edges(module) for rung, module in self.sizes.items()})
+        self._tell_sizes(self.transport)
         if has_gpus(self.module):
             self._join_gpus(program.device, overdue)
         self.executor = self._executor_of(programs)
@@ -157,6 +158,13 @@ class Worker:
             stage: backend.load_stage(self.whole, stage, bundle.stage_files(stage), threads, device, exchange=exchange)
             for stage in self.entry.stages
         }
+
+    def _tell_sizes(self, transport: RankTransport) -> None:
+        """Tell the transport what it moves for each size of the model."""
+        if len(self.sizes) > 1:
+            transport.use_rungs({rung: local_edges(module) for rung, module in self.sizes.items()})
+        if tile_messages(self.module):
+            transport.use_tiles({rung: tile_messages(module) for rung, module in self.sizes.items()})
 
     def _executor_of(self, programs: Mapping[int, StageProgram]) -> Executor:
         """Return the executor of the rank's first stage, which knows those of the others."""
@@ -312,8 +320,8 @@ def _state_of(stores: Sequence[Store]) -> Store | PackState:
 
 
 def local_edges(module: Module) -> tuple[Edge, ...]:
-    """Return the edges with the types of what one rank sends and gets: a value has one layout on both stages."""
-    return tuple(replace(edge, values=module.local_values(edge.values, edge.src)) for edge in module.edges)
+    """Return the edges with the types of what one rank hands out."""
+    return tuple(replace(edge, values=edge_values(module, edge, edge.src), to=()) for edge in module.edges)
 
 
 def has_gpus(module: Module) -> bool:

@@ -146,6 +146,7 @@ def _only(module: Module, target: Target) -> Module:
 
 def _edges(edges: Sequence[Edge], names: set[str]) -> Iterable[Edge]:
     for edge in edges:
-        values = tuple(v for v in edge.values if v.name in names)
-        if values:
-            yield replace(edge, values=values)
+        kept = [i for i, value in enumerate(edge.values) if value.name in names]
+        if kept:
+            to = tuple(edge.to[i] for i in kept) if edge.to else ()
+            yield replace(edge, values=tuple(edge.values[i] for i in kept), to=to)

@@ -24,6 +24,7 @@ from penstock.inspection.kernels.kernels import KernelRow, kernel_rows
 from penstock.ir.graph import Module, graph_stage
 from penstock.ir.memory.workspace import is_inline
 from penstock.ir.schedule import PER_BATCH
+from penstock.ir.sharding.between_meshes import edge_values
 from penstock.ir.text import print_op
 from penstock.passes.costs.prices import bound
 from penstock.passes.kernels.divide import Kernel
@@ -200,7 +201,8 @@ def _crossings(module: Module, places: Sequence[OpPlace]) -> Iterator[Crossing]:
     operands = {(graph_stage(place.graph), v) for place in places for v in place.op.ins}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for edge in module.edges:
-        for value in edge.values:
-            if value in results or (edge.dst, value) in operands:
+        ends = edge_values(module, edge, edge.src), edge_values(module, edge, edge.dst)
+        for value, left, arrived in zip(edge.values, *ends, strict=True):
+            if left in results or (edge.dst, arrived) in operands:
                 times = 1 if edge.phase in PER_BATCH else microbatches
                 yield Crossing(value.name, str(value.type), edge.src, edge.dst, edge.phase, value.type.nbytes, times)

@@ -120,7 +120,10 @@ class PartsComparison:
         del self._held[team[0], key]
         self.compared += 1
         right, wrong = self._right[key], dict[int, float]()
-        t = _over_replicas(self.types[key[2]], op.outs[result].type, self.seats[rank][0].sizes)
+        # What arrives from an unlike mesh is told by its whole type.
+        t = op.outs[result].type
+        if op.kind != "reshard":
+            t = _over_replicas(self.types[key[2]], t, self.seats[rank][0].sizes)
         for other in team:
             mesh, place = self.seats[other]
             here = [r for r in team if self.seats[r][1] in mesh.group(place, t.partial)] if t.partial else [other]

@@ -20,10 +20,11 @@ from penstock.backends.bundle.format import open_bundle
 from penstock.commands.parser import main
 from penstock.ir.ops import make
 from penstock.ir.schedule import Action
+from penstock.ir.sharding.between_meshes import travels_in_tiles
 from penstock.ir.verify.layouts import check_local
 from penstock.ir.verify.messages import check_wired
 from penstock.models import write_gpt
-from penstock.passes.sharding import localize
+from penstock.passes.sharding.crossings import arrivals
 from penstock.passes.sharding.given import mesh_text
 
 CUT, MEGATRON = ("h.1.mlp.residual",), ("preset:megatron",)
@@ -93,15 +94,15 @@ def _split(mesh: str, devices: int, folder: Path, cut: tuple[str, ...], **settin
 @pytest.mark.parametrize(
     ("mesh", "devices", "shard", "forward", "backward"),
     [
-        ("tp=2;tp=1", 3, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
-        ("tp=1;tp=2", 3, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
-        ("tp=2;tp=3", 5, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
+        ("tp=2;tp=1", 3, MEGATRON, "f32[2,8,96/tp]", "f32[2,8,96/tp]"),
+        ("tp=1;tp=2", 3, MEGATRON, "f32[2,8,96/tp]", "f32[2,8,96/tp]"),
+        ("tp=2;tp=3", 5, MEGATRON, "f32[2,8,96/tp]", "f32[2,8,96/tp]"),
         ("tp=2;sp=2", 4, OTHER_AXIS, "f32[2,8,48]", "f32[2,8,48]"),
         ("dp=2,tp=2;dp=2,sp=2", 8, OTHER_AXIS, "f32[2,8,48]", "f32[2,8,48]"),
         # The same axis: at the same coordinate at all places, and at others.
         ("tp=2;sp=2,tp=2", 6, MEGATRON, "f32[2,8,48]", "f32[2,8,48]"),
-        ("tp=2;tp=2,sp=2", 6, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
-        ("tp=2,sp=2;sp=2,tp=2", 8, MEGATRON, "f32[2,8,96]", "f32[2,8,96]"),
+        ("tp=2;tp=2,sp=2", 6, MEGATRON, "f32[2,8,96/tp]", "f32[2,8,96/tp]"),
+        ("tp=2,sp=2;sp=2,tp=2", 8, MEGATRON, "f32[2,8,96/tp]", "f32[2,8,96/tp]"),
     ],
 )
 def test_split_values_arrive_on_other_meshes(
@@ -117,15 +118,17 @@ def test_split_values_arrive_on_other_meshes(
     assert main(["verify", str(ps.compile(plan, tmp_path / "b", backend="numpy")), "--steps", "1"]) == 0
 
 
-def test_parts_make_the_same_bits_as_whole_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same plan with everything gathered before it travels."""
+def test_parts_of_ranks_at_the_same_places_make_the_same_bits_as_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second plan no part is taken as it is, and each rank is sent the tiles that it needs."""
     cut = ("h.0.mlp.residual",)
     parts, _ = _split("tp=2;sp=2", 4, tmp_path, cut, shard=(*MEGATRON, "h.0.mlp.residual=[_,/sp,/tp]"))
-    monkeypatch.setattr(localize, "_arriving", lambda t, source, target: None)
-    whole, _ = _split("tp=2;sp=2", 4, tmp_path, cut, shard=(*MEGATRON, "h.0.mlp.residual=[_,/sp,/tp]"))
-    sizes = [sum(v.type.nbytes for edge in plan.module.edges for v in edge.values) for plan in (parts, whole)]
-    assert 2 * sizes[0] == sizes[1]
-    assert m.trained(parts) == m.trained(whole)
+    monkeypatch.setattr(arrivals, "_at_places", lambda t, source, target: None)
+    tiles, _ = _split("tp=2;sp=2", 4, tmp_path, cut, shard=(*MEGATRON, "h.0.mlp.residual=[_,/sp,/tp]"))
+    assert not any(map(travels_in_tiles, parts.module.edges))
+    assert all(map(travels_in_tiles, tiles.module.edges))
+    assert m.trained(parts) == m.trained(tiles)
 
 
 def test_checker_refuses_parts_left_out_and_swapped(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.memory.items import stage_images
 from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
+from penstock.ir.sharding.tile_messages import ends_of, message_values
 from penstock.passes.simulator.forecast import Forecast
 from penstock.planning.predict import Predicted, predict
 from penstock.support.gc_pause import nothing_collected
@@ -84,19 +85,19 @@ def action_rows(module: Module, rank: int) -> Iterator[tuple[str, str, str]]:
     program = module.schedule.ranks[rank]
     yield "when", "action", "does"
     for when, actions in (("start", program.start), ("batch", program.batch)):
-        yield from ((when, str(action), DOES[action.kind](module, action)) for action in actions)
+        yield from ((when, str(action), DOES[action.kind](module, rank, action)) for action in actions)
 
 
 def _unit(action: Action) -> str:
     return f"{'batch' if action.once else 'microbatch'} {action.mb}"
 
 
-def _computes(module: Module, action: Action) -> str:
+def _computes(module: Module, rank: int, action: Action) -> str:
     version = "" if action.version is None else f", version {action.version} of the weights"
     return f"run @s{action.stage}.{action.computation} for {_unit(action)}{version}"
 
 
-def _copies(module: Module, action: Action) -> str:
+def _copies(module: Module, rank: int, action: Action) -> str:
     image = stage_images(module, action.stage).get(action.item) or (
         saved_set(module, action.stage) if moves_saved(action) else None
     )
@@ -112,17 +113,17 @@ def _copies(module: Module, action: Action) -> str:
     return f"begin to copy {what}, {ways[action.kind]} {_unit(action)}"
 
 
-def _lets_go(module: Module, action: Action) -> str:
+def _lets_go(module: Module, rank: int, action: Action) -> str:
     if action.item:
-        return _copies(module, action)
+        return _copies(module, rank, action)
     return f"let go of what @s{action.stage}.{action.phase} computes again for {_unit(action)}"
 
 
-def _drops(module: Module, action: Action) -> str:
+def _drops(module: Module, rank: int, action: Action) -> str:
     return f"drop what is left of {_unit(action)}"
 
 
-def _sums(module: Module, action: Action) -> str:
+def _sums(module: Module, rank: int, action: Action) -> str:
     grads = summed_vars(module, action.stage)
     total = sum(module.vars[name].type.nbytes for name in grads)
     kept = len(kept_parts(module, action.stage))
@@ -130,23 +131,23 @@ def _sums(module: Module, action: Action) -> str:
     return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}{parts}"
 
 
-def _sends(module: Module, action: Action) -> str:
-    ends = action.stage, action.other(module.rank_stages())
-    return f"send to rank {action.peer}: {_message(module, action, *ends)}"
+def _sends(module: Module, rank: int, action: Action) -> str:
+    return f"send to rank {action.peer}: {_message(module, rank, action)}"
 
 
-def _receives(module: Module, action: Action) -> str:
-    ends = action.other(module.rank_stages()), action.stage
-    return f"receive from rank {action.peer}: {_message(module, action, *ends)}"
+def _receives(module: Module, rank: int, action: Action) -> str:
+    return f"receive from rank {action.peer}: {_message(module, rank, action)}"
 
 
-def _message(module: Module, action: Action, src: int, dst: int) -> str:
-    values = [v for e in module.edges if (e.src, e.dst, e.phase) == (src, dst, action.phase) for v in e.values]
+def _message(module: Module, rank: int, action: Action) -> str:
+    assert action.peer is not None
+    ranks = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
+    values = message_values(module, ends_of(action, module.rank_stages()), *ranks)
     return f"{_listed(values)} of {_unit(action)}, {shown_bytes(sum(v.type.nbytes for v in values))}"
 
 
 # The meaning of an action, in words.
-DOES: dict[str, Callable[[Module, Action], str]] = {
+DOES: dict[str, Callable[[Module, int, Action], str]] = {
     **dict.fromkeys(COMPUTE, _computes),
     **dict.fromkeys(SENDS, _sends),
     **dict.fromkeys(RECEIVES, _receives),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.ir.graph import Edge, Module
+from penstock.ir.graph import Module
 from penstock.ir.messages import parcels
 from penstock.ir.schedule import MESSAGES, PHASES, SENDS, Action
+from penstock.ir.sharding.tile_messages import message_values
 from penstock.passes.costs.prices import Transfer, cost, shown_seconds
 from penstock.support.errors import UsageError
 from penstock.support.terminal import table
@@ -36,7 +37,6 @@ def _rows(module: Module) -> Iterator[list[str | int]]:
     assert cluster is not None
     assert schedule is not None
     devices, stages = module.rank_devices(), module.rank_stages()
-    edges: dict[tuple[int, int, str], Edge] = {(edge.src, edge.dst, edge.phase): edge for edge in module.edges}
     for rank, program in sorted(schedule.ranks.items()):
         sends: dict[tuple[int, str, int, int], Action] = {
             (a.peer, a.kind, a.stage, a.other(stages)): a
@@ -46,11 +46,9 @@ def _rows(module: Module) -> Iterator[list[str | int]]:
         for (peer, *_), action in sorted(
             sends.items(), key=lambda item: (item[0][0], PHASES.index(item[1].phase), *item[0][2:])
         ):
-            edge = edges[action.stage, action.other(stages), action.phase]
-            values, link = (
-                module.local_values(edge.values, edge.src),
-                cluster.message_link(devices[rank], devices[peer]),
-            )
+            ends = (action.stage, action.other(stages), action.phase)
+            values = message_values(module, ends, rank, peer)
+            link = cluster.message_link(devices[rank], devices[peer])
             nbytes, messages = sum(value.type.nbytes for value in values), len(parcels(values))
             yield [
                 f"{rank} > {peer}",

@@ -1,0 +1,1 @@
+"""Values that travel between stages with unlike meshes: in which layouts, and what both stages do for it."""
