@@ -12,6 +12,9 @@ device sends, and COLLECTIVE bytes for each that sends any. A move changes one t
 All layouts that moves lead to are searched. So a tensor may be sliced before it is gathered, and an axis may rest on a
 third dimension while two others change places. Parts of a part have to be equal: a dimension with axes takes more, or
 gives some away and keeps others, only where its size divides.
+
+With many axes there are more layouts than can be searched. After SEARCHED of them the way is a plain one: sums are
+added up, dimensions that lie otherwise are gathered, and each rank takes its part of these.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from penstock.support.errors import VerifyError
 # What a collective counts beside its bytes: what a link sends while one begins. Ranks of a host send more in that time
 # (docs/results.md), hosts in a usual network less.
 COLLECTIVE = 2**16
+# The layouts from which a search goes on, at most.
+SEARCHED = 4096
 # What a move counts in any case, so that of equally cheap ways the one with fewer moves is taken.
 _MOVE = 2**-20
 
@@ -71,6 +76,8 @@ def _moves(before: TensorType, after: TensorType, sizes: _Sizes) -> tuple[Move, 
             return tuple(_way(reached, at))
         if at in done:
             continue
+        if len(done) == SEARCHED:
+            return tuple(search.plain_way(before))
         done.add(at)
         for move in search.from_layout(at):
             total = cost + move.sent + (COLLECTIVE if move.sent else 0) + _MOVE
@@ -99,6 +106,30 @@ class _Search:
         """Yield the moves from a layout, in the order in which equally cheap ones are taken."""
         for kind, over, dim, join, after in (*self._sums(at), *self._swaps(at), *self._gathers(at), *self._parts(at)):
             yield Move(kind, over, dim, join, after, self._sent(kind, over, at))
+
+    def plain_way(self, at: TensorType) -> Iterator[Move]:
+        """Yield moves that lead to the layout that is wanted, whatever they cost."""
+        while at != self.goal:
+            kind, over, dim, after = self._plain_step(at)
+            yield Move(kind, over, dim, dim, after, self._sent(kind, over, at))
+            at = after
+
+    def _plain_step(self, at: TensorType) -> tuple[str, tuple[str, ...], int, TensorType]:
+        left = tuple(axis for axis in at.partial if axis not in self.goal.partial)
+        if left:
+            partial = tuple(axis for axis in at.partial if axis in self.goal.partial)
+            return "all_reduce", left, 0, at.laid(at.axes, partial, at.blocks)
+        for dim in range(at.rank):
+            if at.axes_of(dim) and (at.axes_of(dim), at.blocks_of(dim)) != self._wanted(dim):
+                return "all_gather", at.axes_of(dim), dim, self._with(at, dim, (), 1)
+        for dim in range(at.rank):
+            axes, blocks = self._wanted(dim)
+            if at.axes_of(dim) != axes:
+                return "part", axes, dim, self._with(at, dim, axes, blocks)
+        raise VerifyError(f"there is no way from {at} to {self.goal}")
+
+    def _wanted(self, dim: int) -> tuple[tuple[str, ...], int]:
+        return self.goal.axes_of(dim), self.goal.blocks_of(dim)
 
     def _sent(self, kind: str, over: tuple[str, ...], at: TensorType) -> float:
         n = self._count(over)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import permutations, product
 from math import inf, prod
 from random import Random
@@ -182,3 +182,38 @@ def test_a_dimension_of_one_element_is_no_place_to_rest() -> None:
     assert all(not move.after.axes_of(0) for move in way)
     at = [before, *(move.after for move in way)]
     assert max(layout.local(SIZES).nbytes for layout in at) <= 4 * t.nbytes // 8
+
+
+def test_searches_end_with_many_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six axes over four dimensions have more layouts than can be searched."""
+    sizes = dict.fromkeys("abcdef", 2)
+    t = TensorType("f32", (64,) * 4)
+    before = t.laid([("a", "b"), ("c",), (), ("d",)], ("e", "f"))
+    after = t.laid([(), ("b", "d"), ("a", "c", "e"), ()])
+    searched = []
+    kept = paths._Search.from_layout
+
+    def counted(self: paths._Search, at: TensorType) -> Iterator[paths.Move]:
+        searched.append(at)
+        return kept(self, at)
+
+    monkeypatch.setattr(paths._Search, "from_layout", counted)
+    paths._moves.cache_clear()
+    way = moves(before, after, sizes)
+    assert len(searched) <= paths.SEARCHED
+    assert way[-1].after == after
+    paths._moves.cache_clear()
+
+
+def test_the_plain_way_leads_everywhere_and_is_never_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    random, dearer = Random(1), 0
+    pairs = [(one, drawn(random, one.partial)) for one in (drawn(random) for _ in range(100))]
+    searched = [cost_of(*pair) for pair in pairs]
+    monkeypatch.setattr(paths, "SEARCHED", 0)
+    paths._moves.cache_clear()
+    for pair, least in zip(pairs, searched, strict=True):
+        assert moves(*pair, SIZES)[-1:] == () if pair[0] == pair[1] else moves(*pair, SIZES)[-1].after == pair[1]
+        dearer += cost_of(*pair) > least + 1e-6
+        assert cost_of(*pair) >= least - 1e-6
+    paths._moves.cache_clear()
+    assert dearer > 20
