@@ -1,10 +1,11 @@
 """The time of planning a GPT-3-shaped chain (96 blocks, width 12288, both ends) on 64 and on 1024 devices.
 
     python benchmarks/planner.py [--hosts 8 128] [--width 12288] [--batch 512 1536]
-    python benchmarks/planner.py --unequal 8 16 [--replicas 1] [--layers 36]
+    python benchmarks/planner.py --unequal 8 16 [--replicas 1] [--layers 36] [--plans-only]
 
 With --unequal the devices of a fleet are all different, each on a host of its own, and the chain has layers of random
-work (the seed is the number of devices). The last rows are all that `penstock plan` asks the planner.
+work (the seed is the number of devices). The last rows are all that `penstock plan` asks the planner; --plans-only
+leaves them out. --results adds the rows of a run to a file of several, such as benchmarks/results/planner.json.
 
 Every schedule is planned. Prints one line per cluster and schedule: seconds of this process's processor time, and the
 plan. The models and devices are stated in `gpt_chain`, `A100` and `unequal_fleet`; nothing is measured but the planner itself.
@@ -13,7 +14,10 @@ plan. The models and devices are stated in `gpt_chain`, `A100` and `unequal_flee
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -32,6 +36,8 @@ from penstock.passes.planner.sparing import without_little_help
 
 # Half of the data sheet's rate of 16-bit products; 80 GiB; NVLink inside a host, 25 GB/s between hosts.
 A100 = Device("", "cuda", target="sm_80", flops=1.5e14, bandwidth=1.5e12, spaces=(("hbm", 80 * 2**30),))
+# The parts of memory that are tried where nothing fits.
+MORE = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 HEADS = (
     "devices",
     "schedule",
@@ -88,13 +94,14 @@ def plan_unequal(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             assert outcome is not None
             seconds, above = time.process_time() - start, outcome.step / outcome.bound - 1
             stages = len(outcome.plan.stages)
-            rows.append({"devices": count, "schedule": schedule, "seconds": seconds, "above": above, "stages": stages})
+            rows.append({"devices": count, "layers": arguments.layers, "schedule": schedule, "seconds": seconds})
+            rows[-1] |= {"step": outcome.step, "above": above, "stages": stages, "replicas": arguments.replicas}
             shown = f"{count} | {schedule} | {seconds:.1f} s | {outcome.step:.3f} s | {above:.2%} | {stages}"
             print(f"| {shown} |", flush=True)
         total = sum(row["seconds"] for row in rows if row["devices"] == count)
         print(f"| {count} | all | {total:.1f} s | | | |", flush=True)
-        for part, seconds in explained(chain, fleet, arguments).items():
-            rows.append({"devices": count, "part": part, "seconds": seconds})
+        for part, seconds in ({} if arguments.plans_only else explained(chain, fleet, arguments)).items():
+            rows.append({"devices": count, "layers": arguments.layers, "part": part, "seconds": seconds})
             print(f"| {count} | {part} | {seconds:.1f} s | | | |", flush=True)
     return rows
 
@@ -125,10 +132,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--schedules", nargs="+", default=list(TRAINING))
+    parser.add_argument("--plans-only", action="store_true", help="without what explains a plan")
     parser.add_argument("--json", metavar="FILE", help="write all rows")
+    parser.add_argument("--results", metavar="FILE", help="add all rows to those of other runs")
     arguments = parser.parse_args()
     if arguments.unequal:
-        write_json(arguments.json, {"rows": plan_unequal(arguments)})
+        keep(arguments, "unequal", plan_unequal(arguments))
         return
     chain = gpt_chain(arguments.layers, arguments.width, positions=2048, vocabulary=50257)
     rows: list[dict[str, Any]] = []
@@ -150,17 +159,44 @@ def main() -> None:
                     "microbatches": [plan.count, plan.size],
                     "recompute": sum(stage.recompute for stage in plan.stages),
                 }
+            elif (more := next((part for part in MORE if planner.but(memory=part).fits(schedule)), None)) is not None:
+                rows[-1]["memory"] = more
             print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
         total = sum(row["seconds"] for row in rows if row["devices"] == len(fleet))
         print(f"| {len(fleet)} | all | {total:.1f} s | | | | | | |", flush=True)
+    keep(arguments, "equal", rows)
+
+
+def keep(arguments: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) -> None:
+    """Write the rows of a run, and add them to those of other runs."""
     write_json(arguments.json, {"rows": rows})
+    if arguments.results:
+        path = Path(arguments.results)
+        document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        write_json(arguments.results, document | {kind: [*document.get(kind, ()), *rows]})
 
 
-def cells(row: dict[str, Any]) -> list[str]:
+def table_of_unequal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Make the table of unequal devices, of committed rows."""
+    lines = []
+    for row in rows:
+        first = (str(row["devices"]), str(row["layers"]), row.get("schedule", row.get("part", "")))
+        plan = (f"{row['step']:.3f} s", f"{row['above']:.2%}", str(row["stages"])) if "step" in row else ("", "", "")
+        lines.append((*first, f"{row['seconds']:.1f} s", *plan))
+    return ("devices", "layers", "schedule or part", "took", "batch takes", "at most above the best", "stages"), lines
+
+
+def table_of_equal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Make the table of equal devices, of committed rows."""
+    return HEADS, [cells(row) for row in rows]
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
     """Write a line of the table."""
     first = [str(row["devices"]), row["schedule"], f"{row['seconds']:.1f} s"]
     if "step" not in row:
-        return [*first, "no plan was found", *[""] * 5]
+        more = f", but with {row['memory']} times the memory" if "memory" in row else ""
+        return [*first, f"no plan was found{more}", *[""] * 5]
     count, size = row["microbatches"]
     replicas = ", ".join(map(str, row["replicas"]))
     return [
