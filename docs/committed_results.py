@@ -32,6 +32,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "shared-out": committed_table("zero"),
         "packs-beside-torch": committed_table("interleaved", "schedules"),
         "beyond-memory": committed_table("beyond_memory"),
+        "under-budgets": under_budgets,
         "export-verdicts": export_verdicts,
         "exported-models": partial(exported_models, "beside_onnxruntime"),
         "quantised-models": partial(exported_models, "quantised_onnx"),
@@ -70,6 +71,17 @@ def long_run() -> str:
     from failure_tables import together_table
 
     return together_table()
+
+
+def under_budgets() -> str:
+    """What plans under budgets of memory were chosen, predicted and measured to take in the committed run."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from budgets import table_of, table_of_verdict
+    from machine import markdown
+
+    document = json.loads((HERE.parent / "benchmarks/results/budgets.json").read_text(encoding="utf-8"))
+    tables = [markdown(*make(document["rows"])) for make in (table_of_verdict, table_of)]
+    return "\n\n".join([f"* {'; '.join(document['machine'])}", *tables]) + "\n"
 
 
 def export_verdicts() -> str:

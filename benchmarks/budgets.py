@@ -1,0 +1,356 @@
+"""A training under budgets of memory, each with the plan that `--offload auto` chooses, under a limit of the kernel.
+
+    python benchmarks/budgets.py --out DIR --json budgets.json                 20 budgets: about five minutes
+    python benchmarks/budgets.py --out DIR --width 64 --layers 5 --vocab 64 --budgets 3 --turns 1 --json x.json
+
+A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
+needs to what the plan that keeps everything needs. Each plan runs in a memory cgroup whose limit is its budget and what
+a run of a tiny model takes there. The process that starts the run is in it, too. The kernel ends what takes more.
+
+Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
+rehearsed by itself: seconds of its forward, backward and update over their estimates correct the estimates of all
+plans. The bandwidth of the disk is measured in turns with the steps, by code of its own: one thread reads a file, and
+another writes one. Plans are chosen by rates of the machine and a bandwidth that were measured before.
+
+A plan takes turns with the one that recomputes everything, without a limit. A turn is a run of so many steps, of which
+the first and the last do not count. Exit code 1 where a plan is ended, or losses are no numbers. The goals of the other
+figures are in the table: a step within 15 % of its prediction, and none slower than where everything is recomputed.
+
+It goes on where DIR has rows of the same arguments: each row is written when it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from elsewhere import Way
+from machine import load, markdown, processor, system, versions, write_json
+from memory_group import CGROUPS, MemoryGroup, enter
+
+import penstock as ps
+from penstock.backends.bundle.format import open_bundle
+from penstock.calibration.rehearse import rehearse
+from penstock.doctor.local import measured_cluster
+from penstock.doctor.ways import with_measured_way
+from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.memory.predict import measure_memory
+from penstock.models import write_gpt
+from penstock.passes.costs.prices import rank_seconds
+from penstock.planning.predict import predict_timed
+from penstock.runtime.job.job import Job
+from penstock.runtime.messages.control import DataSpec
+from penstock.support.errors import DoesNotFit
+
+MIB = 1 << 20
+# The bytes that a measurement of the disk moves in each direction.
+MOVED = 64 * MIB
+# The steps of a turn, the first and the last of which do not count. The seconds that a turn may take.
+STEPS, LONGEST = 6, 300
+# How far a step may be from its prediction.
+WITHIN = 0.15
+SIZES = {"width": 320, "layers": 5, "vocab": 1024, "positions": 32, "samples": 2, "microbatches": 6, "budgets": 20}
+
+
+class Contender:
+    """A training in a process of its own, in a memory group if one is given: it runs a turn whenever it is asked."""
+
+    def __init__(self, bundle: Path, group: MemoryGroup | None = None) -> None:
+        command = [sys.executable, __file__, "--train", str(bundle), *(["--group", str(group.path)] if group else [])]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def turn(self) -> dict[str, Any] | None:
+        """Return seconds of steps, losses, and the memory of the group; None where the training was ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        limit = threading.Timer(LONGEST, self.process.kill)
+        limit.start()
+        try:
+            print(file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            limit.cancel()
+        answer: dict[str, Any] | None = json.loads(line) if line else None
+        return answer
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.errors.seek(0)
+        if self.process.returncode:
+            print((self.errors.read().strip().splitlines() or ["ended without a word"])[-1], file=sys.stderr)
+        self.errors.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def train(bundle: str, group: str | None) -> None:
+    """Run a turn for each line that comes."""
+    if group:
+        enter(group)
+    with Job(open_bundle(Path(bundle)), timeout=LONGEST, data=DataSpec()) as job:
+        for _ in sys.stdin:
+            steps = list(job.steps_from_data(STEPS))
+            seconds = [after.at - before.at for before, after in pairwise(steps[:-1])]
+            answer: dict[str, Any] = {"seconds": seconds, "losses": [step.loss for step in steps]}
+            if group:
+                stat = dict(line.split() for line in (Path(group) / "memory.stat").read_text().splitlines())
+                answer["resident"] = int(stat["rss"]) + int(stat["mapped_file"])
+            print(json.dumps(answer), flush=True)
+
+
+class Budgets:
+    """The model, its device, and the plans under budgets."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.out = arguments, Path(arguments.out).resolve()
+        ranks = measured_cluster(Cluster.local(2, threads=(1, 1)), print)
+        space = Space("disk", path=f"{self.out}/")
+        self.cluster = with_measured_way(replace(ranks, devices=ranks.devices[:1], links=()), space, print)
+        self.way = Way(self.out, MOVED, MOVED)
+
+    def plan(self, nbytes: int, width: int = 0, **settings: str) -> ps.Plan:
+        """Plan for a device of so many bytes, without a limit if 0."""
+        arguments, small = self.arguments, bool(width)
+        width = width or arguments.width
+        model = write_gpt(
+            self.out / f"gpt-{width}.onnx", layers=arguments.layers, width=width, heads=4, vocab=64 if small else arguments.vocab,
+            positions=16 if small else arguments.positions, batch=1 if small else arguments.samples,
+        )  # fmt: skip
+        training = ps.Training(
+            loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=2 if small else arguments.microbatches
+        )
+        spaces = (("ram", nbytes),) if nbytes else ()
+        cluster = replace(self.cluster, devices=(replace(self.cluster.devices[0], spaces=spaces),))
+        return ps.plan(ps.from_onnx(model), cluster, training, schedule="gpipe", **settings)
+
+    def bundle(self, name: str, width: int = 0, **settings: str) -> Path:
+        """Return the bundle of a plan without a limit."""
+        path = self.out / name
+        return path if path.exists() else ps.compile(self.plan(0, width, **settings), path)
+
+    def listed(self) -> list[int]:
+        """Return the budgets: from the least that any plan needs to what the plan that keeps everything needs."""
+        try:
+            self.plan(MIB, offload="auto")
+            raise AssertionError("a plan for 1 MiB")
+        except DoesNotFit as error:
+            (least,) = error.needs.values()
+        most, count = peak_of(self.plan(0, recompute="none")), self.arguments.budgets
+        return [least + (most - least) * i // (count - 1) for i in range(count)]
+
+    def row(self, number: int, nbytes: int) -> dict[str, Any]:
+        """Plan and compile for a budget."""
+        plan = self.plan(nbytes, offload="auto")
+        assert plan.prices is not None
+        assert plan.prices.chosen is not None
+        chosen, name = plan.prices.chosen, f"budget-{number}"
+        if not (self.out / name).exists():
+            ps.compile(plan, self.out / name)
+        return {
+            "budget": nbytes,
+            "bundle": name,
+            "does": chosen.words,
+            "offload": chosen.offload,
+            "recompute": chosen.recompute,
+            "price": (chosen.step or math.nan) / plan.prices.seconds_free - 1,
+            "planned": peak_of(plan),
+        }
+
+    def corrections(self) -> dict[str, float]:
+        """Return measured over estimated seconds of each kind of computation of the plan that keeps everything."""
+        kept = open_bundle(self.out / "kept")
+        (row,) = rehearse(kept, [0], seconds=2.0)
+        return {kind: row[kind] / seconds for (_, kind), seconds in rank_seconds(kept.module).items() if kind in row}
+
+    def predicted(self, name: str, corrections: Mapping[str, float], bandwidth: float) -> float:
+        """Predict the seconds of a step. What is made again takes as long as forwards do."""
+        module = open_bundle(self.out / name).module
+        assert module.cluster is not None
+        spaces = tuple(replace(space, bandwidth=bandwidth) for space in module.cluster.spaces)
+        module = module.but(cluster=replace(module.cluster, spaces=spaces))
+        row = {
+            kind: seconds * corrections.get(kind, corrections["F"])
+            for (_, kind), seconds in rank_seconds(module).items()
+        }
+        return predict_timed(module, [row]).step
+
+    def measured(
+        self, row: Mapping[str, Any], base: int, corrections: Mapping[str, float], everything: Contender
+    ) -> dict[str, Any]:
+        """Run a plan under its limit, in turns with the plan that recomputes everything, and the disk."""
+        group = MemoryGroup(row["bundle"], base + row["budget"])
+        mine = Contender(self.out / row["bundle"], group)
+        turns: list[tuple[float, dict[str, Any] | None, dict[str, Any] | None]] = []
+        for turn in range(self.arguments.turns + 1):
+            moved = self.way.seconds()
+            own = mine.turn()
+            if turn:  # the first one warms up
+                turns.append((moved, own, everything.turn()))
+        mine.close()
+        kills = group.kills
+        group.close()
+        ways, answers, others = zip(*turns, strict=True)
+        ended = [answer for answer in answers if answer is not None]
+        bandwidth = MOVED / statistics.median(ways)
+        step = statistics.median([s for answer in ended for s in answer["seconds"]] or [math.nan])
+        return {
+            "kills": kills,
+            "finished": len(ended) == self.arguments.turns and all(map(math.isfinite, ended[-1]["losses"])),
+            "way bytes per second": bandwidth,
+            "predicted": self.predicted(row["bundle"], corrections, bandwidth),
+            "step": step,
+            "steps": [answer["seconds"] for answer in ended],
+            "ways": list(ways),
+            "everything again": statistics.median([s for answer in others for s in answer["seconds"]]),
+            "resident": max((answer["resident"] for answer in ended), default=0) - base,
+        }
+
+
+def peak_of(plan: ps.Plan) -> int:
+    return max(row.peak for row in measure_memory(plan.module).values())
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plan, compile and run what DIR has no rows of; each part is kept when it is there."""
+    kept_in = Path(arguments.out) / "rows.json"
+    budgets = Budgets(arguments)
+    state: dict[str, Any] = json.loads(kept_in.read_text()) if kept_in.exists() else {"rows": []}
+
+    def keep() -> None:
+        kept_in.write_text(json.dumps(state))
+
+    if "budgets" not in state:
+        state["budgets"] = budgets.listed()
+    budgets.bundle("kept", recompute="none")
+    budgets.bundle("all", recompute="all")
+    tiny = budgets.bundle("tiny", 64, recompute="none")
+    for number, nbytes in enumerate(state["budgets"]):
+        if number >= len(state["rows"]):
+            state["rows"].append(budgets.row(number, nbytes))
+            keep()
+    if arguments.only_plans:
+        return state
+    group = MemoryGroup("tiny")
+    contender = Contender(tiny, group)
+    answer = contender.turn()
+    contender.close()
+    group.close()
+    assert answer is not None, "the run of the tiny model failed"
+    state["base"], corrections = answer["resident"], budgets.corrections()
+    (held,) = measure_memory(open_bundle(budgets.out / "all").module).values()
+    everything = Contender(budgets.out / "all")
+    everything.turn()
+    for row in state["rows"]:
+        row["everything again fits"] = held.peak <= row["budget"]
+        if "step" not in row:
+            row |= budgets.measured(row, state["base"], corrections, everything)
+            print(
+                f"{row['budget'] / MIB:.1f} MiB by {row['does']}: {row['step']:.3f} s, predicted {row['predicted']:.3f}"
+            )
+            keep()
+    everything.close()
+    return state
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of budgets: what is chosen, predicted and measured."""
+    head = [
+        "budget", "fits by", "price", "MiB used", "predicted s", "measured s", "predicted / measured",
+        "of everything recomputed", "under the limit",
+    ]  # fmt: skip
+    listed = [
+        [
+            f"{row['budget'] / MIB:.0f} MiB",
+            row["does"],
+            f"{row['price']:+.1%}",
+            f"{row['resident'] / MIB:.0f}",
+            f"{row['predicted']:.3f}",
+            f"{row['step']:.3f}",
+            f"{row['predicted'] / row['step']:.2f}",
+            f"{row['step'] / row['everything again']:.2f}" if row["everything again fits"] else "does not fit",
+            "finished" if row["finished"] and not row["kills"] else "ENDED",
+        ]
+        for row in rows
+    ]
+    return head, listed
+
+
+def table_of_verdict(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return how many budgets reach each goal."""
+    finished = sum(row["finished"] and not row["kills"] for row in rows)
+    near = sum(abs(row["predicted"] / row["step"] - 1) <= WITHIN for row in rows)
+    beside = [row["step"] / row["everything again"] for row in rows if row["everything again fits"]]
+    worst = max((row["predicted"] / row["step"] for row in rows), key=lambda ratio: abs(math.log(ratio)))
+    listed = [
+        ["the plan finishes under its limit", f"{finished} of {len(rows)}", ""],
+        ["the step is within 15 % of its prediction", f"{near} of {len(rows)}", f"worst: predicted / measured {worst:.2f}"],
+        [
+            "the step is not longer than with everything recomputed, where that fits",
+            f"{sum(ratio <= 1 for ratio in beside)} of {len(beside)}",
+            f"longest: {max(beside, default=math.nan):.2f} of it",
+        ],
+    ]  # fmt: skip
+    return ["goal", "reached by", ""], listed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", help="a folder on the disk that is measured (default: one for temporary files)")
+    for name, value in {**SIZES, "turns": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--only-plans", action="store_true", help="plan and compile, and run nothing")
+    parser.add_argument("--json", help="write the figures here, too")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.train:
+        train(arguments.train, arguments.group)
+        return 0
+    if arguments.budgets < 2:
+        parser.error("--budgets has to be 2 or more")
+    if not os.access(CGROUPS, os.W_OK):
+        parser.error(f"{CGROUPS} is no place for memory cgroups of version 1")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.out = arguments.out or folder
+        state = measure(arguments)
+    if arguments.only_plans:
+        return 0
+    cores = sorted(os.sched_getaffinity(0))
+    machine = [processor(cores), system(), versions("torch", "numpy"), f"load {load()}"]
+    print("; ".join(machine))
+    for table in (table_of, table_of_verdict):
+        print(markdown(*table(state["rows"])) + "\n")
+    if arguments.json:
+        kept = {name: value for name, value in vars(arguments).items() if name in SIZES}
+        write_json(
+            arguments.json, {"arguments": kept, "machine": machine, "base": state["base"], "rows": state["rows"]}
+        )
+    return 0 if all(row["finished"] and not row["kills"] for row in state["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
