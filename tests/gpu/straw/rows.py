@@ -24,6 +24,8 @@ from penstock.backends.interface import CompileOptions
 from penstock.backends.tvm.cuda.build import build_graphs
 from penstock.backends.tvm.cuda.devices import find_device
 from penstock.backends.tvm.cuda.load import CudaProgram
+from penstock.ir.graph import Graph
+from penstock.ir.ops import make
 from penstock.ir.types import FLOATS
 
 from . import libraries
@@ -38,7 +40,7 @@ def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> di
     chosen = [s for kind in kinds for s in fitting[kind][:most]]
     graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(chosen)]
     if library != "none":
-        graphs = [replace(g, ops=tuple(op.with_attrs(library=library) for op in g.ops)) for g in graphs]
+        graphs = [by_library(g, library) for g in graphs]
     built = build_graphs(graphs, folder / "stage.so", CompileOptions("sm_90"))
     program = CudaProgram(built.path, graphs, find_device("sm_90", "0", 0))
     wrong, blocks = [], []
@@ -50,6 +52,19 @@ def main(folder: Path, kinds: list[str], most: int, library: str = "none") -> di
     del program
     blocks.append(held())
     return {"wrong": wrong, "report": libraries.report(STRAW.runtime), "blocks": blocks, "samples": len(chosen)}
+
+
+def by_library(graph: Graph, library: str) -> Graph:
+    """The graph with its operation left to a library. Its statistics of attention are others with the same meaning: the logarithm of the sum of all
+    e^score."""
+    (op,) = graph.ops
+    call = op.with_attrs(library=library)
+    if op.kind != "attention":
+        return replace(graph, ops=(call,))
+    y, largest, total = op.outs
+    logarithm = make("log", [total], ["logarithm"])
+    whole = make("add", [largest, *logarithm.outs], ["whole"])
+    return replace(graph, ops=(call, logarithm, whole), outs=(y, *whole.outs))
 
 
 def samples(kind: str) -> Sequence[Sample]:

@@ -83,6 +83,13 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({self.dtype}, {list(self.shape)}, {self.device})"
 
     @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.where:
+            # Torch makes a tensor of a number where it believes the others to be: on no device that computes.
+            args = tuple(torch.tensor(x, dtype=_like(args)) if isinstance(x, int | float) else x for x in args)
+        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return devices().perform(function, args, kwargs or {})
 
@@ -240,6 +247,12 @@ class Devices:
 
 def _held(x: Any) -> Any:
     return x.held if isinstance(x, DeviceTensor) else x
+
+
+def _like(args: Sequence[Any]) -> torch.dtype:
+    """Return the type of the tensor that a number is chosen beside."""
+    (other,) = (x for x in args[1:] if isinstance(x, torch.Tensor))
+    return other.dtype
 
 
 def _meta(x: Any) -> Any:

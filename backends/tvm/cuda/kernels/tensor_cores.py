@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 from tvm import tirx
+from tvm.ir import Range
 from tvm.sym.analyzer import Analyzer
 
 from penstock.backends.tvm.kernels.tools.elements import Index, unravel
@@ -142,14 +143,23 @@ def _span(first: Expr) -> Expr:
     return tirx.Ramp(first, i32(1), _SPAN)
 
 
-def _span_of(dtype: str, address: Place, along_k: bool) -> int:
-    """Return how many elements a thread moves at once: those on 16 bytes that begin on a boundary wherever they lie."""
-    group, other = tirx.Var("group", "int32"), tirx.Var("other", "int32")
-    first = address(other, group * _SPAN) if along_k else address(group * _SPAN, other)
-    if first is None or first[0].type.dtype != dtype:
+def _span_of(dtype: str, address: Place, along_k: bool, length: int) -> int:
+    """Return how many elements of lines of some length a thread moves at once: those on 16 bytes, where they are
+    neighbours in memory, begin on a boundary wherever they lie, and lines are whole numbers of them."""
+    group, other, lane = (tirx.Var(name, "int32") for name in ("group", "other", "lane"))
+
+    def at(beside: Expr) -> Any:
+        return address(other, beside) if along_k else address(beside, other)
+
+    first = at(group * _SPAN)
+    if length % _SPAN or first is None or first[0].type.dtype != dtype:
         return 1
-    known = Analyzer().modular_set(first[1])
-    return _SPAN if known.coeff % _SPAN == 0 and known.base % _SPAN == 0 else 1
+    analyzer = Analyzer()
+    analyzer.bind(lane, Range(0, _SPAN))
+    apart = analyzer.simplify(at(group * _SPAN + lane)[1] - first[1] - lane)
+    known = analyzer.modular_set(first[1])
+    begins = known.coeff % _SPAN == 0 and known.base % _SPAN == 0
+    return _SPAN if begins and isinstance(apart, tirx.IntImm) and apart.value == 0 else 1
 
 
 class _Tile:
@@ -202,7 +212,7 @@ class _Tile:
             tile, extent = sizes
             lines, line = (tile, _DEPTH) if along_k else (_DEPTH, tile)
             buffer = self.emit.scoped(lines * (line + _BESIDE), self.kind, name, "shared")
-            span = _span_of(self.dtype, place, along_k)
+            span = _span_of(self.dtype, place, along_k, p.k if along_k else extent)
             return _Panel(buffer, origin, tile, extent, p.k, along_k, span, access, place)
 
         assert p.a_address is not None

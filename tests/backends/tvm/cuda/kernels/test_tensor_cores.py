@@ -14,6 +14,8 @@ from oracles.cuda.products import matmul, products
 from oracles.cuda.resources import checked
 from oracles.judge import wrong_results
 from samples import Sample
+from tvm import tirx
+from tvm.sym.analyzer import Analyzer
 
 from penstock.backends.interface import CompileOptions
 from penstock.backends.tvm.cuda import build as cuda_build
@@ -63,18 +65,30 @@ def test_what_tensor_cores_do_not_have_is_added_up_by_threads() -> None:
     assert "tvm_mma_sync" not in kernel(bf16, "sm_75")
 
 
+class Writer:
+    """Operations of a graph."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+
+    def __call__(self, kind: str, *ins: Any, **attrs: Any) -> Any:
+        self.ops.append(make(kind, list(ins), [f"v{len(self.ops)}"], "", **attrs))
+        return self.ops[-1].outs[0]
+
+    def part(self, x: Any, start: tuple[int, ...], stop: tuple[int, ...], step: int = 1) -> Any:
+        """Some rows and columns, each `step`-th one."""
+        return self("slice", x, start=start, stop=stop, step=(1, step))
+
+    def graph(self, number: int, ins: Sequence[Any], out: Any) -> Graph:
+        return choose_kernels(Graph(f"s0.g{number}", tuple(ins), (out,), tuple(self.ops)))
+
+
 def layer(number: int, first: int) -> Graph:
     """gelu(part of x @ w + bias): columns of x from `first` on."""
     x, w, bias = value("x", "bf16[80,64]"), value("w", "bf16[40,72]"), value("bias", "bf16[72]")
-    ops: list[Op] = []
-
-    def add(kind: str, *ins: Any, **attrs: Any) -> Any:
-        ops.append(make(kind, list(ins), [f"v{len(ops)}"], "", **attrs))
-        return ops[-1].outs[0]
-
-    part = add("slice", x, start=(0, first), stop=(80, first + 40), step=(1, 1))
-    total = add("add", add("matmul", part, w), bias)
-    return choose_kernels(Graph(f"s0.g{number}", (x, w, bias), (add("gelu", total),), tuple(ops)))
+    writer = Writer()
+    total = writer("add", writer("matmul", writer.part(x, (0, first), (80, first + 40)), w), bias)
+    return writer.graph(number, (x, w, bias), writer("gelu", total))
 
 
 def test_operations_in_front_and_behind_are_in_the_kernel(tmp_path: Path) -> None:
@@ -88,6 +102,61 @@ def test_operations_in_front_and_behind_are_in_the_kernel(tmp_path: Path) -> Non
     first, second = (tmp_path / "kernels.cpp").read_text().split(begin)[-2:]
     assert first.count(MULTIPLY) == second.count(MULTIPLY) == 4
     assert [part.count(MOVE) // 2 for part in (first, second)] == [2, 1]
+
+
+def lines_apart(form: str) -> Graph:
+    """A product whose operands begin on boundaries of 16 bytes, with elements that are no neighbours, or lines that end between boundaries."""
+    writer = Writer()
+    x, y = (value(name, f"f16[{size}]") for name, size in zip("xy", LINES[form], strict=True))
+    if form == "one number":
+        out = writer("matmul", x, writer("broadcast", y, shape=(64, 64)), ta=True)
+    elif form == "every eighth":
+        out = writer("matmul", writer.part(x, (0, 0), (64, 512), 8), y)
+    elif form == "every second":
+        out = writer("matmul", x, writer.part(y, (0, 0), (64, 128), 2), tb=True)
+    elif form == "both cut":
+        out = writer("matmul", writer.part(x, (0, 0), (64, 67)), writer.part(y, (0, 0), (64, 67)), tb=True)
+    else:
+        out = writer("matmul", writer.part(x, (0, 0), (64, 67)), y)
+    return writer.graph(0, (x, y), out)
+
+
+LINES = {
+    "one number": ("64,64", "1,1"),
+    "every eighth": ("64,512", "64,64"),
+    "every second": ("64,64", "64,128"),
+    "both cut": ("64,72", "64,72"),
+    "one cut": ("64,72", "67,64"),
+}
+
+
+QUICK = ("every second", "one cut")
+
+
+@pytest.mark.parametrize("form", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in LINES])
+def test_lines_that_cannot_be_moved_by_16_bytes(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies behind a cut is nan, and is never added."""
+    graph, rng = lines_apart(form), np.random.default_rng(3)
+    given = [rng.standard_normal(v.type.dims).astype(np.float16) for v in graph.ins]
+    for array in given:
+        if array.shape[-1] == 72:
+            array[:, 67:] = np.nan
+    for name in ("right", "wrong"):
+        (tmp_path / name).mkdir()
+    assert not wrong_results(SourceProgram([graph], tmp_path / "right"), graph, given)
+    # The control: all that begins on a boundary is moved by 16 bytes.
+    right = tensor_cores._span_of
+    monkeypatch.setattr(tensor_cores, "Analyzer", Trusting)
+    monkeypatch.setattr(tensor_cores, "_span_of", lambda *known: right(*known[:-1], 8))
+    if form != "one number":  # would read behind its memory
+        assert wrong_results(SourceProgram([graph], tmp_path / "wrong"), graph, given)
+
+
+class Trusting(Analyzer):
+    """Takes all elements for neighbours."""
+
+    def simplify(self, *_: Any) -> Any:
+        return tirx.IntImm("int32", 0)
 
 
 def wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
