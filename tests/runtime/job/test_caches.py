@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     plain = PackedForms.__init__
 
-    def init(self: PackedForms, graphs: Mapping[str, GraphForms], largest: int) -> None:
+    def init(self: PackedForms, graphs: Mapping[str, GraphForms], *others: Any) -> None:
         def counting(name: str, form: PackedForm) -> PackedForm:
             def pack(*slots: object) -> object:
                 calls.append(name)
@@ -90,7 +91,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             name: replace(graph, forms=tuple(counting(name, form) for form in graph.forms))
             for name, graph in graphs.items()
         }
-        plain(self, forms, largest)
+        plain(self, forms, *others)
 
     monkeypatch.setattr(PackedForms, "__init__", init)
     return calls
