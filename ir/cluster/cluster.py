@@ -27,7 +27,7 @@ from penstock.ir.attrs import Scalar
 from penstock.support.errors import UsageError
 from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 
-from .gpus import LIBRARY_OVERHEAD, usual_settings
+from .gpus import CONTEXT, LIBRARY_OVERHEAD, WORKSPACES, usual_settings
 from .quantities import MOST_THREADS
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
@@ -121,7 +121,19 @@ class Device:
         """Bytes of the space that holds tensors; None when unlimited."""
         return self.spaces[0][1] if self.spaces else None
 
+    @property
+    def taken(self) -> int:
+        """Bytes that each process takes of a GPU for CUDA and its libraries, beside what a module holds."""
+        return CONTEXT + WORKSPACES if self.kind == "cuda" else 0
 
+    @property
+    def room(self) -> int | None:
+        """Bytes that are left for what a module holds; None when unlimited."""
+        return max(self.memory - self.taken, 1) if self.memory else self.memory
+
+
+# The purpose of bytes that a GPU has `taken`, in lists of what a device holds.
+TAKEN = "CUDA and its libraries"
 # Settings that are written only where they differ from the default.
 SELDOM = (
     "cache",

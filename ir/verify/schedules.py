@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, UPDATE, adder
+from penstock.ir.cluster.cluster import TAKEN
 from penstock.ir.graph import Module, Value, summed_vars, written_vars
 from penstock.ir.grid import Event, Rules, play, value_rules
 from penstock.ir.memory.predict import Memory, measure_memory
@@ -371,14 +372,17 @@ def _check_budget(module: Module) -> Iterator[Problem]:
     for rank, memory in measure_memory(module).items():
         used.setdefault(devices[rank], []).append((rank, memory))
     for name, rows in used.items():
-        limit, total = module.cluster.device(name).memory, sum(row.peak for _, row in rows)
+        device = module.cluster.device(name)
+        # Each rank is a process, with libraries of its own.
+        limit, total = device.memory, sum(row.peak + device.taken for _, row in rows)
         if limit is not None and total > limit:
-            parts = " + ".join(f"rank {rank} {shown_bytes(row.peak)}" for rank, row in rows)
+            parts = " + ".join(f"rank {rank} {shown_bytes(row.peak + device.taken)}" for rank, row in rows)
             listed = f" ({parts})" if len(rows) > 1 else ""
             what = f"needs {exact_bytes(total)} at the worst moment{listed}, it has {exact_bytes(limit)}"
             for rank, row in rows:
+                held = row.at_peak() | {TAKEN: device.taken}
                 what += f"\n  rank {rank}: " + ", ".join(
-                    f"{purpose} {shown_bytes(n)}" for purpose, n in row.at_peak().items() if n
+                    f"{purpose} {shown_bytes(n)}" for purpose, n in held.items() if n
                 )
             yield Problem(
                 f"device {name}",

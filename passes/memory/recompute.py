@@ -31,8 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
-from penstock.ir.cluster.cluster import Device
-from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
+from penstock.ir.cluster.cluster import TAKEN, Device
 from penstock.ir.graph import Graph, Module
 from penstock.ir.grid import message_rules, play
 from penstock.ir.memory.predict import Memory
@@ -89,7 +88,7 @@ class _Choice:
     def take(self, stage: int) -> None:
         """Choose for a stage."""
         device, options = _device(self.module, stage), self.options
-        budget = options.budget or _room_on(device)
+        budget = options.budget or device.room or 0
         graphs = {kind: graph for kind in COMPUTE if (graph := self.module.stage_graph(stage, kind)) is not None}
         if not {FORWARD, BACKWARD} <= graphs.keys() or (options.mode == "auto" and not budget):
             return
@@ -110,7 +109,7 @@ class _Choice:
             if WEIGHTS not in graphs:
                 searches.append(SavedValuesSearch(self.fused, stage, graphs, device, in_backward=True))
             chosen = self._cheapest(stage, [search.choose(budget) for search in searches], budget, device)
-            self._judge(stage, chosen, budget)
+            self._judge(stage, chosen, budget, device)
         if chosen.dropped:
             place = ", ".join(self.module.devices_of(stage))
             self.module, self.fused = (_applied(module, stage, chosen) for module in (self.module, self.fused))
@@ -127,9 +126,10 @@ class _Choice:
             return fits[0]
         return min(fits, key=lambda way: _played(_applied(self.module, stage, way)))
 
-    def _judge(self, stage: int, chosen: RecomputedStage, budget: int) -> None:
+    def _judge(self, stage: int, chosen: RecomputedStage, budget: int, device: Device) -> None:
         """Note a rank that does not fit; its later stages may save less, too."""
         assert self.module.schedule is not None
+        libraries, limit = (0, budget) if self.options.budget else (device.taken, device.memory or 0)
         ranks = self.module.schedule.members()[stage]
         self.problems.pop(ranks, None)
         for other in {s for rank in ranks for s in self.module.schedule.stages_of(rank)}:
@@ -138,11 +138,11 @@ class _Choice:
             self.needs.pop(name, None)
         if chosen.peak > budget:
             self.excess[stage] = chosen.peak / budget
-            self.needs |= dict.fromkeys(self.module.devices_of(stage), chosen.peak)
+            self.needs |= dict.fromkeys(self.module.devices_of(stage), chosen.peak + libraries)
             self.problems[ranks] = (
-                f"stage {stage} on {', '.join(self.module.devices_of(stage))} needs {exact_bytes(chosen.peak)} at the "
-                f"worst moment, even if {len(chosen.dropped)} operations are done again; it has {exact_bytes(budget)}"
-                f"\n    {_listed(chosen.memory)}"
+                f"stage {stage} on {', '.join(self.module.devices_of(stage))} needs "
+                f"{exact_bytes(chosen.peak + libraries)} at the worst moment, even if {len(chosen.dropped)} operations "
+                f"are done again; it has {exact_bytes(limit)}\n    {_listed(chosen.memory, libraries)}"
             )
 
     def result(self) -> Module:
@@ -188,17 +188,10 @@ def _played(module: Module) -> float:
     return play(module.schedule.expand_all(_PLAYED), message_rules(module.schedule), duration).finish
 
 
-def _listed(memory: Memory) -> str:
-    """Format the bytes of a stage at its peak by purpose."""
-    return ", ".join(f"{purpose} {shown_bytes(count)}" for purpose, count in memory.at_peak().items() if count)
-
-
-def _room_on(device: Device) -> int:
-    """Return the bytes of a device for a stage: on a GPU what CUDA and its libraries leave of them. 0 stands for no
-    limit."""
-    if not device.memory or device.kind != "cuda":
-        return device.memory or 0
-    return max(device.memory - CONTEXT - WORKSPACES, 1)
+def _listed(memory: Memory, libraries: int) -> str:
+    """Format the bytes of a stage at its peak by purpose, and those that its device has taken beside."""
+    held = memory.at_peak() | {TAKEN: libraries}
+    return ", ".join(f"{purpose} {shown_bytes(count)}" for purpose, count in held.items() if count)
 
 
 def _device(module: Module, stage: int) -> Device:

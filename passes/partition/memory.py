@@ -207,7 +207,7 @@ def _rooms(schedule: str, devices: Sequence[Sequence[Device]], shares: Sequence[
     """Yield the room of every stage."""
     built = build_schedule(schedule, len(devices), sum(shares[0]), shares)
     for ranks, places in zip(built.members().values(), devices, strict=True):
-        limits = [device.memory for device in places if device.memory is not None]
+        limits = [device.room for device in places if device.room is not None]
         programs = [[*built.ranks[rank].start, *built.ranks[rank].batch, *built.ranks[rank].batch] for rank in ranks]
         flight = max(map(most_in_flight, programs)) if SCHEDULES[schedule].trains else 1
         yield Room(flight, min(limits, default=None), all(device.kind == "cpu" for device in places))

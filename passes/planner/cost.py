@@ -60,7 +60,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from penstock.ir.cluster.cluster import Device, Path
-from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
 from penstock.ir.memory.walk import POSTED
 from penstock.passes.schedules.kind import ScheduleKind
 from penstock.passes.schedules.schedule import SCHEDULES
@@ -199,7 +198,7 @@ def fixed_bytes(
 
 def base_of(device: Device, base: int) -> int:
     """Return the bytes that the runtime takes on a device; on a GPU those of CUDA and its libraries, too."""
-    return base + (CONTEXT + WORKSPACES if device.kind == "cuda" else 0)
+    return base + device.taken
 
 
 def activation_bytes(table: Table, part: StagePlan, held: int) -> int:

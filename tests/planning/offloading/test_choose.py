@@ -13,7 +13,8 @@ import pytest
 
 import penstock as ps
 from penstock.commands.parser import main
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster, Device, Space
+from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import memory_curve
 from penstock.models import write_mlp
@@ -117,6 +118,27 @@ def planned_need(model: ps.Model, nbytes: int, offload: str) -> int:
     with pytest.raises(DoesNotFit) as raised:
         planned(model, nbytes, offload)
     return raised.value.needs["cpu:0"]
+
+
+def test_a_gpu_has_no_room_where_cuda_and_its_libraries_are(model: ps.Model) -> None:
+    """The default, `auto` and `--recompute none` agree on what a GPU holds."""
+    most = peak(planned(model, 90 * MIB, "none").module)
+
+    def on_gpu(left: int, offload: str, recompute: str = "auto") -> Plan:
+        memory = (("vram", CONTEXT + WORKSPACES + left),)
+        device = Device("cuda:0", kind="cuda", target="sm_90", flops=1e13, bandwidth=1e12, spaces=memory)
+        settings = {"schedule": "gpipe", "offload": offload, "recompute": recompute}
+        return ps.plan(model, Cluster((device,), spaces=(Space("disk"),)), TRAINING, **settings)
+
+    for settings in (("none", "auto"), ("none", "none"), ("auto", "auto"), ("auto", "none")):
+        assert peak(on_gpu(most, *settings).module) <= most
+        with pytest.raises(DoesNotFit) as raised:
+            on_gpu(10 * MIB, *settings)
+        need = raised.value.needs["cuda:0"] - CONTEXT - WORKSPACES
+        assert "it has 778.0 MiB" in raised.value.what
+        assert 10 * MIB < peak(on_gpu(need, *settings).module) <= need
+        with pytest.raises(DoesNotFit):
+            on_gpu(need - 1, *settings)
 
 
 def test_prices_are_told_and_kept(model: ps.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

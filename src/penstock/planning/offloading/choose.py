@@ -135,10 +135,11 @@ def _price_of(plan: Plan, offload: str, mode: str) -> FatePrice:
 
 
 def needs_of(module: Module) -> dict[str, int]:
-    """Return the bytes of each device of a program at the worst moment."""
+    """Return the bytes of each device of a program at the worst moment, with what is taken of the device beside."""
     needs, devices = Counter[str](), module.rank_devices()
     for rank, memory in measure_memory(module).items():
-        needs[devices[rank]] += memory.peak
+        libraries = 0 if module.cluster is None else module.cluster.device(devices[rank]).taken
+        needs[devices[rank]] += memory.peak + libraries
     return dict(needs)
 
 
