@@ -9,13 +9,14 @@ the work of the stage out by microbatches, and all ranks of a team do the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.graph import Module, written_vars
 from penstock.ir.schedule import RECEIVES, SENDS, Action, Program, Schedule
-from penstock.support.words import numbered
+from penstock.support.words import counted, numbered
 
 from .problems import Problem
 
@@ -56,8 +57,17 @@ def check_homes(module: Module, schedule: Schedule) -> Iterator[Problem]:
 
 
 def _check_packs(module: Module) -> Iterator[Problem]:
-    """Check that packs have every stage once, on the same devices and axes, and order ranks by their first stage."""
+    """Check that packs have every stage once and a rank for each device, on the same devices and axes, and order ranks
+    by their first stage."""
     known = {stage.index for stage in module.stages}
+    for stages, ranks in Counter(module.packs).items():
+        devices = module.devices_of(stages[0]) if stages and stages[0] in known else None
+        if devices is not None and len(devices) != ranks:
+            yield Problem(
+                "ranks",
+                f"{numbered('stage', stages)} {'lies' if len(stages) == 1 else 'lie'} on {counted(ranks, 'rank')}, "
+                f"expected {len(devices)}, one for each of the devices {', '.join(devices)}",
+            )
     for rank, stages in enumerate(module.packs):
         meshes = {(mesh.axes, mesh.devices) for mesh in map(module.mesh_of, known & {*stages})}
         if len(meshes) > 1:

@@ -150,6 +150,11 @@ def test_checker_refuses_ranks_that_part() -> None:
     assert "runs other microbatches than on stage 0 of its pack" in _problems(with_batch(1, other))
     turned = tuple(replace(mesh, devices=mesh.devices[::-1]) if mesh.name == "s2" else mesh for mesh in module.meshes)
     assert "runs stages that lie on unlike devices" in _problems(module.but(meshes=turned))
+    ranks = {0: schedule.ranks[0], 1: schedule.ranks[2]}
+    fewer = module.but(
+        packs=(module.packs[0], module.packs[2]), schedule=Schedule(schedule.name, schedule.microbatches, ranks)
+    )
+    assert "stages 0, 2 lie on 1 rank, expected 2, one for each of the devices cpu:0, cpu:1" in _problems(fewer)
 
 
 @pytest.mark.parametrize(
