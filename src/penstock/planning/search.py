@@ -59,11 +59,8 @@ def search(
         plain = replace(options, offload="none", spill="", explained=False)
         return _Searching(scaled, training, plain, feedback, models).plan()
 
-    def carried_out(plan: Plan) -> Plan:
-        assert plan.search is not None
-        return _Searching(cluster, training, options, feedback, models).carried_out(
-            plan.search.plan, plan.search.profile
-        )
+    def carried_out(outline: Search) -> Plan:
+        return _Searching(cluster, training, options, feedback, models).carried_out(outline.plan, outline.profile)
 
     return fastest_of_memories(cluster, searched, carried_out)
 

@@ -59,3 +59,19 @@ def test_the_nearest_plan_is_named_where_none_fits(model: ps.Model) -> None:
     assert need < measure_memory(planned(model, 90, "none").module)[0].peak
     with pytest.raises(UsageError, match="--spill says where"):
         planned(model, 90, "none", spill="/tmp/")
+
+
+def test_a_schedule_that_moves_nothing_hides_no_other(model: ps.Model) -> None:
+    local = Cluster.local(2, threads=(1, 1))
+    devices = tuple(replace(device, spaces=(("ram", 36 * MIB),)) for device in local.devices)
+    cluster = replace(local, devices=devices, spaces=(Space("disk"),))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3))
+
+    def best(*schedules: str) -> Plan:
+        return ps.plan_best(
+            lambda size: model, cluster, training, batch=BATCH, schedules=schedules, offload="activations"
+        )
+
+    with pytest.raises(UsageError, match="nothing would be gained"):
+        best("1f1b")
+    assert best("gpipe", "1f1b").module == best("gpipe").module

@@ -20,6 +20,7 @@ from penstock.ir.memory.predict import memory_curve
 from penstock.models import write_mlp
 from penstock.passes.memory.recompute import MODES
 from penstock.planning.explain import plan_lines
+from penstock.planning.offloading.prices import FatePrice, FatePrices
 from penstock.planning.options import OFFLOADS
 from penstock.planning.plan import Plan
 from penstock.planning.plan_file import load_plan_file
@@ -157,6 +158,14 @@ def test_prices_are_told_and_kept(model: ps.Model, tmp_path: Path, capsys: pytes
     options, _ = load_plan_file(path, ["cpu:0"])
     assert (options["offload"], options["recompute"]) == ("state", "auto")
     assert "prices" not in json.loads(planned(model, 90 * MIB, "none").to_json())
+
+
+def test_the_chosen_plan_is_named_where_another_is_as_fast() -> None:
+    free = FatePrice("none", "none", 1.0, {"cpu:0": 100})
+    chosen = FatePrice("state", "auto", 1.2003, {"cpu:0": 50}, again=True)
+    other = FatePrice("state", "all", 1.2, {"cpu:0": 40}, again=True)
+    told = {pick.step: [*FatePrices({"cpu:0": 60}, free, [chosen, other], pick).lines()][1] for pick in (chosen, other)}
+    assert told == dict.fromkeys(told, "offload: fits by moving optimiser state and recomputing: 20.0% slower; chosen")
 
 
 def test_what_is_no_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

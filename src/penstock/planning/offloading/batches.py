@@ -7,13 +7,16 @@ searched, too. Each is carried out on the devices as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import isfinite
 
 from penstock.ir.cluster.cluster import Cluster
+from penstock.planning.choice import Search
 from penstock.planning.plan import Plan
-from penstock.support.errors import DoesNotFit, UsageError
+from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 
+_Refusal = DoesNotFit | UsageError | VerifyError
 # Multiples of the memory of devices that plans are searched for.
 MULTIPLES = (1.0, 1.5, 2.0, 4.0)
 
@@ -33,36 +36,52 @@ def with_memory(cluster: Cluster, part: float) -> Cluster:
 
 
 def fastest_of_memories(
-    cluster: Cluster, searched: Callable[[Cluster], Plan], carried_out: Callable[[Plan], Plan]
+    cluster: Cluster, searched: Callable[[Cluster], Plan], carried_out: Callable[[Search], Plan]
 ) -> Plan:
     """Return the fastest of the plans that are searched for more and more memory, and fit as they are carried out."""
     best: Plan | None = None
-    errors, known = list[DoesNotFit | UsageError](), set[object]()
+    errors, known, done = list[_Refusal](), set[object](), set[object]()
     limited = any(device.memory for device in cluster.devices)
     for part in MULTIPLES if limited else MULTIPLES[:1]:
         try:
             plan = searched(with_memory(cluster, part))
-        except DoesNotFit as error:
+        except (DoesNotFit, UsageError, VerifyError) as error:
             errors.append(error)
             continue
-        search = plan.search
-        assert search is not None
-        if search.plan in known:
-            continue
-        known.add(search.plan)
-        try:
-            plan = carried_out(plan)
-        except (DoesNotFit, UsageError) as error:
-            errors.append(error)
-            continue
-        if best is None or plan.predicted.step < best.predicted.step:
-            best = replace(plan, search=replace(search, more_memory=part * search.more_memory))
+        assert plan.search is not None
+        for search in _by_speed(plan.search):
+            if search.plan in known:
+                # What was refused is refused again, and what was carried out is no faster in another search.
+                if search.plan in done:
+                    break
+                continue
+            known.add(search.plan)
+            try:
+                plan = carried_out(search)
+            except (DoesNotFit, UsageError, VerifyError) as error:
+                errors.append(error)
+                continue
+            done.add(search.plan)
+            if best is None or plan.predicted.step < best.predicted.step:
+                best = replace(plan, search=replace(search, more_memory=part * search.more_memory))
+            break
     if best is None:
         raise _nearest(errors)
     return best
 
 
-def _nearest(errors: Sequence[DoesNotFit | UsageError]) -> DoesNotFit | UsageError:
+def _by_speed(search: Search) -> Iterator[Search]:
+    """Yield the search with what it chose, then with the best plan of each other schedule, the fastest first."""
+    yield search
+    refined = {kind: near.outcome for kind, near in search.refined.items() if isfinite(near.step)}
+    others = {kind: refined.get(kind, outcome) for kind, outcome in search.result.outcomes.items()}
+    steps = {kind: search.refined[kind].step if kind in refined else one.step for kind, one in others.items()}
+    for kind in sorted(others, key=steps.__getitem__):
+        if others[kind].plan != search.plan:
+            yield replace(search, chosen=others[kind], taken=None, little=())
+
+
+def _nearest(errors: Sequence[_Refusal]) -> _Refusal:
     """Return the error of the plan that is nearest to fitting; where none says what it needs, the last one."""
     short = [error for error in errors if isinstance(error, DoesNotFit) and error.needs]
     return min(short, key=lambda error: max(error.needs.values())) if short else errors[-1]

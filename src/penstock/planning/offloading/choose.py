@@ -23,7 +23,7 @@ from penstock.planning.options import AUTO, OFFLOADS, PlanOptions
 from penstock.planning.pipeline import PreparedModel, plan_model, prepare
 from penstock.planning.plan import Plan
 from penstock.planning.watching import SILENT, Feedback, ProgressHook
-from penstock.support.errors import DoesNotFit, UsageError
+from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 from penstock.support.words import itemised
 
 from .prices import FatePrice, FatePrices
@@ -99,7 +99,7 @@ class _Trials:
         except DoesNotFit as error:
             reason = "" if error.needs else _first_line(error.what)
             return FatePrice(offload, mode, None, error.needs, again=mode != "none", refused=reason), None
-        except UsageError as error:
+        except (UsageError, VerifyError) as error:
             if offload == "none":
                 raise
             return FatePrice(offload, mode, None, {}, again=mode != "none", refused=_first_line(error.what)), None

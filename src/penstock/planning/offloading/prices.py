@@ -91,7 +91,7 @@ class FatePrices:
                 price = min(short, key=self._shortage)
                 yield f"does not fit by {price.words}: {self._short_of(price)}"
             elif refusal := next((price for price in failed if not price.again), failed[0]).refused:
-                yield f"no plan by {_MOVED[kind]}: {refusal}"
+                yield f"no plan by {_MOVED.get(kind, failed[0].words)}: {refusal}"
 
     def least_needs(self) -> Mapping[str, int]:
         """Return the bytes by device that would be enough for the plan that is nearest to fitting."""
@@ -112,13 +112,15 @@ class FatePrices:
         }
 
     def _fitting(self) -> list[FatePrice]:
-        """Return the fastest of the plans that fit and do the same, the fastest first."""
+        """Return the fastest of the plans that fit and do the same, the fastest first; of its kind the chosen one."""
         best: dict[str, FatePrice] = {}
         for price in self.tried:
             if price.step is not None:
                 known = best.get(price.words)
                 if known is None or known.step is None or price.step < known.step:
                     best[price.words] = price
+        if self.chosen is not None:
+            best[self.chosen.words] = self.chosen
         return sorted(best.values(), key=lambda price: price.step or 0.0)
 
     def _shortage(self, price: FatePrice) -> float:
