@@ -50,9 +50,10 @@ class Search:
     `result` has the best plan of every schedule, `chosen` is the one that was carried out. `refused` are those that the
     passes refused, with the reason. `little` says of devices that they help too little to be used. `refined` is what
     the simulator said of the best plans near the planner's, by schedule. `more_memory` is how many times the memory of
-    the devices the formulas were given. `in_bf16` makes the profile of the model in bfloat16, where the plan is in
-    float32. `packs` are the best plans with several stages on a device, by schedule; where one of them was carried out,
-    it is `taken`, and `chosen` is the best plan without.
+    the devices the formulas were given; `with_moves` says that passes move what is too much for these, so that no other
+    plan of the search can be compared with the one that was carried out. `in_bf16` makes the profile of the model in
+    bfloat16, where the plan is in float32. `packs` are the best plans with several stages on a device, by schedule;
+    where one of them was carried out, it is `taken`, and `chosen` is the best plan without.
     """
 
     profile: Profile
@@ -63,6 +64,7 @@ class Search:
     refined: Mapping[str, Refined] = field(default_factory=dict)
     in_bf16: Callable[[], Profile] | None = None
     more_memory: float = 1.0
+    with_moves: bool = False
     packs: Mapping[str, Packed] = field(default_factory=dict)
     taken: Packed | None = None
 
@@ -74,8 +76,8 @@ class Search:
     @cached_property
     def what_if(self) -> list[PlanChange]:
         """Plans with one change in the request, or in the devices of the plan that was chosen, all the best by the
-        formulas; none after an interrupt."""
-        if self.result.stopped:
+        formulas; none after an interrupt, nor where passes move what is too much."""
+        if self.result.stopped or self.with_moves:
             return []
         try:
             return self._changes()
@@ -103,6 +105,8 @@ class Search:
             return []
         idle = {*self.left_out}
         names = [device.name for device in self.result.fleet.devices]
+        if self.with_moves:
+            return [Contribution(name, name not in idle, "unknown") for name in names]
         return [self._of_idle(name) if name in idle else self._of_used(name, without.get(name)) for name in names]
 
     def _of_used(self, name: str, change: PlanChange | None) -> Contribution:

@@ -228,6 +228,16 @@ def argument(search: Search) -> Iterator[str]:
             f"planner: under {plan.schedule} gradients are one update late, which is not what plain training "
             "computes; --schedule 1f1b is"
         )
+    yield from _beside_others(search)
+
+
+def _beside_others(search: Search) -> Iterator[str]:
+    """Yield what other plans and other devices would take, as far as the search was for the devices that there are."""
+    result, chosen = search.result, search.chosen
+    if search.with_moves:
+        if search.left_out:
+            yield f"planner: not used: {', '.join(search.left_out)}"
+        return
     if not result.stopped:
         yield from (f"planner: {name} helps: {reason}" for name, reason in helping(result.planner, chosen))
     yield from (f"planner: left out: {line}" for line in search.little)
@@ -238,7 +248,7 @@ def argument(search: Search) -> Iterator[str]:
     usual = search.usual
     if (same := compare(usual, chosen.step)) != "the same":
         yield (
-            f"planner: by its formulas another plan of {plan.schedule} is {same}, {shown_seconds(usual)}, "
+            f"planner: by its formulas another plan of {chosen.plan.schedule} is {same}, {shown_seconds(usual)}, "
             f"{passed_over(search)}"
         )
     yield from _changes(search, usual)

@@ -63,11 +63,15 @@ def fastest_of_memories(
                 continue
             done.add(search.plan)
             if best is None or plan.predicted.step < best.predicted.step:
-                best = replace(plan, search=replace(search, more_memory=part * search.more_memory))
+                best = replace(plan, search=_of_more_memory(search, part))
             break
     if best is None:
         raise _nearest(errors)
     return best
+
+
+def _of_more_memory(search: Search, part: float) -> Search:
+    return replace(search, more_memory=part * search.more_memory, with_moves=search.with_moves or part > 1)
 
 
 def _by_speed(search: Search) -> Iterator[Search]:
