@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from acceptance.sharding import matrix as m
+from acceptance.sharding.changed_schedules import wired_problems
 from torch import nn
 
 import penstock as ps
 from penstock.inspection.views.links import show_links
 from penstock.ir.cluster.cluster import Cluster, Device, Host
-from penstock.ir.schedule import Action
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.layouts import check_local
 from penstock.ir.verify.messages import check_wired
@@ -118,37 +118,26 @@ def test_ranks_of_a_host_are_sent_shares_and_gather_them(mesh: str, tmp_path: Pa
     assert first_off(plan) is None
 
 
-def _problems(plan: ps.Plan, changed: dict[str, tuple[str, ...]]) -> str:
-    """Return what the checker of messages says where actions are replaced by others, by rank and action."""
-    module = plan.module
-    assert module.schedule is not None
-
-    def rule(rank: int, action: Action) -> list[Action]:
-        return [Action.parse(text) for text in changed.get(f"{rank} {action}", (str(action),))]
-
-    return "; ".join(map(str, check_wired(module.but(schedule=module.schedule.rewrite_ranks(rule)))))
-
-
 def test_checker_refuses_tiles_left_out_and_sent_twice(tmp_path: Path) -> None:
     plan = planned(tmp_path)
-    assert not _problems(plan, {})
+    assert not wired_problems(plan, {})
     left_out = {f"{r} {k}{mb}{way}": () for mb in range(4, 8) for r, k, way in ((1, "0SF", ">3"), (3, "1RF", "<1"))}
     missing = "takes %h.1.mlp.fc.product from stage 0, of which elements are missing: tiles have come from rank 0"
-    assert missing in _problems(plan, left_out)
+    assert missing in wired_problems(plan, left_out)
     one = {key: gone for key, gone in left_out.items() if "5" in key.partition(" ")[2]}
-    assert missing in _problems(plan, one)
-    assert "never sends this message" in _problems(plan, {"1 0SF4>3": ()})
+    assert missing in wired_problems(plan, one)
+    assert "never sends this message" in wired_problems(plan, {"1 0SF4>3": ()})
     # Two ranks with the same tile: the second brings nothing.
     alike = planned(tmp_path, "tp=2,sp=2;tp=1")
-    assert not _problems(alike, {})
+    assert not wired_problems(alike, {})
     assert alike.module.schedule is not None
     sender = next(a.peer for a in alike.module.schedule.ranks[4].batch if a.kind == "RF")
     other = sender ^ 1 if sender is not None else 0
     numbers = range(4, 8)
     twice = {f"4 1RF{k}<{sender}": (f"1RF{k}<{sender}", f"1RF{k}<{other}") for k in numbers}
     twice |= {f"{other} 0F{k}@1": (f"0F{k}@1", f"0SF{k}>4") for k in numbers}
-    assert "brings nothing that has not come from other ranks" in _problems(alike, twice)
-    assert "was already done" in _problems(plan, {"3 1RF4<0": ("1RF4<0", "1RF4<0")})
+    assert "brings nothing that has not come from other ranks" in wired_problems(alike, twice)
+    assert "was already done" in wired_problems(plan, {"3 1RF4<0": ("1RF4<0", "1RF4<0")})
 
 
 def test_wrong_layouts_of_an_edge_are_refused_or_found(tmp_path: Path) -> None:

@@ -14,15 +14,14 @@ import numpy as np
 import onnx
 import pytest
 from acceptance.sharding import matrix as m
+from acceptance.sharding.changed_schedules import wired_problems
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.commands.parser import main
 from penstock.ir.ops import make
-from penstock.ir.schedule import Action
 from penstock.ir.sharding.between_meshes import travels_in_tiles
 from penstock.ir.verify.layouts import check_local
-from penstock.ir.verify.messages import check_wired
 from penstock.models import write_gpt
 from penstock.passes.sharding.crossings import arrivals
 from penstock.passes.sharding.given import mesh_text
@@ -133,14 +132,14 @@ def test_parts_of_ranks_at_the_same_places_make_the_same_bits_as_tiles(
 
 def test_checker_refuses_parts_left_out_and_swapped(tmp_path: Path) -> None:
     plan, _ = _split("tp=2;sp=2", 4, tmp_path, INSIDE, shard=OTHER_AXIS)
-    assert not _problems(plan, {})
+    assert not wired_problems(plan, {})
     sends = [str(a) for a in plan.module.schedule.ranks[0].batch if a.kind == "SF"]
-    assert "never sends this message" in _problems(plan, {f"0 {sends[0]}": ()})
+    assert "never sends this message" in wired_problems(plan, {f"0 {sends[0]}": ()})
     straight, swapped = {0: 2, 1: 3, 2: 0, 3: 1}, {0: 3, 1: 2, 2: 1, 3: 0}
     numbers = range(m.MICROBATCHES, 2 * m.MICROBATCHES)
     changed = {f"{r} 0SF{k}>{straight[r]}": (f"0SF{k}>{swapped[r]}",) for r in (0, 1) for k in numbers}
     changed |= {f"{r} 1RF{k}<{straight[r]}": (f"1RF{k}<{swapped[r]}",) for r in (2, 3) for k in numbers}
-    assert "comes from place 1 of its team, which may have another part" in _problems(plan, changed)
+    assert "comes from place 1 of its team, which may have another part" in wired_problems(plan, changed)
 
 
 def test_checker_refuses_parts_that_are_taken_for_whole(tmp_path: Path) -> None:
@@ -171,28 +170,17 @@ def test_unlike_teams_are_simulated_and_evaluated(mesh: str, tmp_path: Path) -> 
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def _problems(plan: ps.Plan, changed: dict[str, tuple[str, ...]]) -> str:
-    """Return what the checker of messages says where actions are replaced by others, by rank and action."""
-    module = plan.module
-    assert module.schedule is not None
-
-    def rule(rank: int, action: Action) -> list[Action]:
-        return [Action.parse(text) for text in changed.get(f"{rank} {action}", (str(action),))]
-
-    return "; ".join(map(str, check_wired(module.but(schedule=module.schedule.rewrite_ranks(rule)))))
-
-
 def test_checker_refuses_messages_left_out_and_sent_twice() -> None:
     joins, splits = (_plan(mesh, "gpipe") for mesh in MESHES)
-    assert not _problems(joins, {})
-    assert not _problems(splits, {})
+    assert not wired_problems(joins, {})
+    assert not wired_problems(splits, {})
     sent, both = ("0SF4>2",), ("1SB4>0", "1SB4>0")
-    assert "never sends this message" in _problems(joins, {"0 0SF4>2": ()})
-    assert "never receives this message" in _problems(joins, {"1 0F4@1": ("0F4@1", *sent)})
+    assert "never sends this message" in wired_problems(joins, {"0 0SF4>2": ()})
+    assert "never receives this message" in wired_problems(joins, {"1 0F4@1": ("0F4@1", *sent)})
     taken = {"1 0F4@1": ("0F4@1", *sent), "2 1RF4<0": ("1RF4<0", "1RF4<1")}
-    assert "has already come from rank 0" in _problems(joins, taken)
-    assert "never sends this message" in _problems(splits, {"0 0SF4>2": ()})
-    assert "was already done" in _problems(joins, {"2 1SB4>0": both})
+    assert "has already come from rank 0" in wired_problems(joins, taken)
+    assert "never sends this message" in wired_problems(splits, {"0 0SF4>2": ()})
+    assert "was already done" in wired_problems(joins, {"2 1SB4>0": both})
 
 
 @pytest.mark.parametrize(
