@@ -48,6 +48,20 @@ def names_to_split_at(chain: Sequence[Op]) -> list[str]:
     ]
 
 
+def modules_around(loc: str) -> list[str]:
+    """Return the names of the modules around an operation, the outermost first: each part of its loc but the last."""
+    return [loc[:i] for i, sign in enumerate(loc) if sign in "./" and i and loc[i - 1] not in "./"]
+
+
+def module_spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:
+    """Return the first and the last operation in each module."""
+    spans: dict[str, tuple[int, int]] = {}
+    for i, op in enumerate(chain):
+        for name in modules_around(op.loc):
+            spans[name] = spans.get(name, (i, i))[0], i
+    return spans
+
+
 def moving_spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:
     """Return the first and the last operation that touch each variable that the forward graph changes. No stage may
     start between the two."""

@@ -26,7 +26,7 @@ from penstock.ir.graph import Op
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised, meant
 
-from .chain import moving_spans, positions_of
+from .chain import module_spans, moving_spans, positions_of
 from .chain_costs import ChainCosts
 from .memory import StageNeeds
 
@@ -40,25 +40,29 @@ _TOLERANCE = 1e-3
 class CutSearch:
     """A search for `count` stages. Those after the first start at the operations that `only_at` names, if any. `needs`
     is what memory costs. `eagerness` is 0 where messages are waited for, else the forwards in hand for each stage
-    behind."""
+    behind. `pins` are operations that are on a stage: the first one, the last one, and the stage."""
 
     costs: ChainCosts
     count: int
     only_at: Sequence[str] = ()
     needs: StageNeeds | None = None
     eagerness: int = 0
+    pins: tuple[tuple[int, int, int], ...] = ()
 
     def best(self) -> list[int]:
-        """Return the first operation of every stage, or nothing where no choice fits."""
-        cuts = self._least_bottleneck()
-        if not cuts:
-            if self.needs is not None:
-                return []
+        """Return the first operation of every stage, or nothing where no choice fits into memory."""
+        cuts = self.best_at_all()
+        if not cuts and self.needs is None:
             raise UsageError(
                 f"{self.count} stages cannot all start at the places that are given",
-                hint="ask for fewer stages, or give more places",
+                hint="ask for fewer stages, or leave more places open",
             )
-        if not self.eagerness:
+        return cuts
+
+    def best_at_all(self) -> list[int]:
+        """Return the first operation of every stage, or nothing where there is no choice."""
+        cuts = self._least_bottleneck()
+        if not cuts or not self.eagerness:
             return cuts
         stages = by_operation(cuts, len(self.costs.chain))
         low, high = max(self._parts(stages)), self.step(stages)
@@ -90,20 +94,27 @@ class CutSearch:
             computed += float(self.costs.besides[stage][np.equal(stages, stage)].sum())
         return computed + (extra_seconds(self.needs, stage, stages) if self.needs is not None else 0.0), transfer
 
+    def slowest(self, stages: Sequence[int]) -> int:
+        """Return the stage that takes longest, with the transfers in front of it."""
+        return max(range(self.count), key=lambda stage: sum(self._of_stage(stage, stages)))
+
     def _parts(self, stages: Sequence[int]) -> list[float]:
         """Return the seconds of stages, and the loads of links."""
         parts = [self._of_stage(s, stages)[0] for s in range(self.count)]
         return parts + [self.costs.load(s, stages) for s in range(1, self.count)]
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return where a stage may start."""
+        """Return for each stage where it may start."""
         chain = self.costs.chain
-        allowed = np.full(len(chain) + 1, not self.only_at)
+        allowed = np.full((self.count, len(chain) + 1), not self.only_at)
         if self.only_at:
             position = known_positions(chain, self.only_at)
-            allowed[[position[name] for name in self.only_at]] = True
+            allowed[:, [position[name] for name in self.only_at]] = True
         for first, last in moving_spans(chain).values():
-            allowed[first + 1 : last + 1] = False
+            allowed[:, first + 1 : last + 1] = False
+        for first, last, stage in self.pins:
+            allowed[: stage + 1, first + 1 :] = False
+            allowed[stage + 1 :, : last + 1] = False
         return allowed
 
     def _seconds(self) -> Iterator[tuple[int, list[Array]]]:
@@ -128,7 +139,7 @@ class CutSearch:
                     load = np.maximum(seconds[stage][starts], self.costs.loads[stage][starts])
                 else:
                     load = seconds[stage][starts] + self.costs.transfer[stage][starts]
-                bottleneck = np.maximum(best[stage - 1, starts], np.where(allowed[starts], load, np.inf))
+                bottleneck = np.maximum(best[stage - 1, starts], np.where(allowed[stage][starts], load, np.inf))
                 k = int(np.argmin(bottleneck))
                 best[stage, j], choice[stage, j] = bottleneck[k], stage + k
         return _followed(choice, n) if np.isfinite(best[-1, n]) else []
@@ -144,7 +155,7 @@ class CutSearch:
                 starts = slice(stage, j)
                 alone = seconds[stage][starts] - bound
                 behind = worst[stage - 1, starts] + self.costs.transfer[stage][starts] + seconds[stage][starts]
-                fine = allowed[starts] & (self.costs.loads[stage][starts] <= bound)
+                fine = allowed[stage][starts] & (self.costs.loads[stage][starts] <= bound)
                 over = np.where(fine, np.maximum(alone, behind - self.eagerness * bound), np.inf)
                 k = int(np.argmin(over))
                 worst[stage, j], choice[stage, j] = over[k], stage + k
@@ -193,14 +204,42 @@ def given_cuts(costs: ChainCosts, split_at: Sequence[str]) -> list[int]:
     return sorted(starts)
 
 
+def pins_of(chain: Sequence[Op], texts: Sequence[str], count: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the operations of nodes, values and modules that are given a stage, `NAME=STAGE`: the first, the last, and
+    the stage."""
+    spans, position = module_spans(chain), positions_of(chain)
+    pins, problems = dict[str, tuple[int, int, int]](), list[str]()
+    for text in texts:
+        name, _, number = (part.strip() for part in text.rpartition("="))
+        places = [i for i, op in enumerate(chain) if op.loc == name] if name else []
+        places += [*spans.get(name, ()), *([position[name]] if name in position else [])]
+        if not number.isdecimal() or int(number) >= count:
+            problems.append(f"{text!r} does not end in a stage from 0 to {count - 1}")
+        elif not places:
+            hint = meant(name, {*position, *spans})
+            problems.append(f"{text!r} names no value, node or module" + f", {hint}" * bool(hint))
+        else:
+            pins[text] = min(places), max(places), int(number)
+    problems += [
+        f"{behind!r} begins before {text!r} ends"
+        for text, (_, last, stage) in pins.items()
+        for behind, (first, _, later) in pins.items()
+        if later > stage and first <= last
+    ]
+    if problems:
+        raise UsageError("cannot pin to stages:" + itemised(problems))
+    return tuple(pins.values())
+
+
 def known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int]:
-    """Return the operation that each name stands for; names that stand for none are refused."""
-    position = positions_of(chain)
+    """Return the operation that each name stands for, of a module its first one; names that stand for none are
+    refused."""
+    position = {name: span[0] for name, span in module_spans(chain).items()} | positions_of(chain)
     unknown = [name for name in names if name not in position]
     if unknown:
         listed = "with `--dump-ir dumps`, `penstock inspect dumps/00_input.ir --op .` lists those there are"
         raise UsageError(
-            f"no value or node named {', '.join(map(repr, unknown))} to split at",
+            f"no value, node or module named {', '.join(map(repr, unknown))} to split at",
             hint=" ".join(filter(None, [*(meant(name, position) for name in unknown[:1]), listed])),
         )
     return position

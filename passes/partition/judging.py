@@ -66,7 +66,7 @@ def _neighbours(search: CutSearch, stages: list[int]) -> Iterator[list[int]]:
     for s in range(1, search.count):
         for move in (*_MOVES, *(-n for n in _MOVES)):
             cut = starts[s] + move
-            if starts[s - 1] < cut < ends[s] and allowed[cut]:
+            if starts[s - 1] < cut < ends[s] and allowed[s][cut]:
                 yield by_operation([*starts[:s], cut, *starts[s + 1 :]], len(stages))
 
 

@@ -40,7 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import BUFFER, CACHE, GRAD, PARAM, STATE, Graph, Module, Namer, Op, Stage, Value, Var
 from penstock.ir.liveness import from_state_alone
 from penstock.ir.ops import OPS
@@ -57,20 +57,24 @@ from .chain import (
     readers,
 )
 from .chain_costs import ChainCosts
-from .cuts import CutSearch, by_operation, extra_seconds, given_cuts
+from .cuts import CutSearch, by_operation, extra_seconds, given_cuts, pins_of
 from .devices import Axes, StageDevices, mesh_axes, on_one_device, placed_packs, unlike_devices
 from .ideals import better_stages
 from .judging import judge_of, refined
 from .memory import Outlook, needs_of
+from .modules import MODULE, OPERATION, module_words, modules_of_stages
+from .tree import module_starts
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
     """The options of `partition`. `split_at` overrides the search: names of values or locs; each starts a new stage.
-    `only_at` are the same kind of names: if there are any, the search starts stages at them only. `microbatches` is the
-    number of microbatches in a batch. `devices` names the devices of every stage, with blanks between several. `shares`
-    is the number of microbatches that each team of them runs, in order; by default, shares are as equal as possible.
-    `mesh` are the axes of each stage's devices, such as `dp=2,tp=2`; without, a stage's devices are replicas.
+    `only_at` are the same kind of names: if there are any, the search starts stages at them only. With `split_by`
+    module it starts them between modules (modules.py). `pins` are such names with the stage that they are on, `NAME=1`.
+    `microbatches` is the number of microbatches in a batch. `devices` names the devices of every stage, with blanks
+    between several. `shares` is the number of microbatches that each team of them runs, in order; by default, shares
+    are as equal as possible. `mesh` are the axes of each stage's devices, such as `dp=2,tp=2`; without, a stage's
+    devices are replicas.
     `schedule`, `recompute` (auto, none or all) and `wire` are settings of later passes. `wire` is the element type of
     float32 values between stages. Without a schedule the search ignores memory.
     `packs` is the number of stages on each device, dealt round or `folded` (0 3 / 1 2); `stages` and `devices` count
@@ -79,6 +83,8 @@ class PartitionOptions:
     stages: int = 0
     split_at: tuple[str, ...] = ()
     only_at: tuple[str, ...] = ()
+    split_by: str = OPERATION
+    pins: tuple[str, ...] = ()
     microbatches: int = 1
     devices: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
@@ -111,38 +117,67 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     shares = shares_of(options.shares, [len(group) for group in devices], options.microbatches)
     costs = ChainCosts(module, chain, devices, shares, cluster, options.wire)
     if options.split_at:
+        _check_open(options)
         stages = by_operation(given_cuts(costs, options.split_at), len(chain))
         return _annotate(whole.but(cluster=cluster), placed, costs, stages)
-    kind = SCHEDULES.get(options.schedule)
-    # Messages count for themselves between hosts. Their terms, and the simulations, take a rank for a stage.
-    apart = len({device.host for group in devices for device in group}) > 1 and options.packs == 1
-    hides = kind is not None and kind.delay > 0 and apart
-    free = CutSearch(costs, count, options.only_at, None, kind.eagerness if kind is not None and hides else 0)
-    names = [group[0].name for group in devices if len(group) == 1]
-
-    def chosen(search: CutSearch) -> list[int]:
-        stages = _chosen(search)
-        if not stages or not apart or len(names) < count or axes:
-            return stages
-        judge = judge_of(search, options.schedule, options.microbatches, names, cluster)
-        return refined(search, stages, judge, count * options.microbatches)
-
-    stages = chosen(free)
-    reading = readers(chain, costs.params)
-    outlook = Outlook(options.schedule, options.recompute, options.wire)
-    needs = needs_of(module, chain, reading, devices, shares, costs.forward, outlook)
-    # Where all stages fit as they are, nothing else is as fast.
-    fits = needs is None or not any(extra_seconds(needs, s, stages) for s in range(count))
-    fitting = [] if fits else chosen(replace(free, needs=needs))
+    stages, fitting = _searched(module, options, devices, shares, costs, cluster)
     annotated = _annotate(whole.but(cluster=cluster), placed, costs, fitting or stages)
+    if options.split_by == MODULE:
+        annotated = annotated.noted("partition", *_module_notes(chain, costs, fitting or stages))
     if not fitting or fitting == stages:
         return annotated
+    free = CutSearch(costs, count, eagerness=_eagerness(options, devices))
     slower, faster = (shown_seconds(free.step(cut)) for cut in (fitting, stages))
     return annotated.noted(
         "partition",
         f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, "
         f"without limits it would take {faster}",
     )
+
+
+def _are_apart(options: PartitionOptions, devices: Sequence[Sequence[Device]]) -> bool:
+    """Return whether messages count for themselves: between hosts. Their terms, and the simulations, take a rank for a
+    stage."""
+    return len({device.host for group in devices for device in group}) > 1 and options.packs == 1
+
+
+def _eagerness(options: PartitionOptions, devices: Sequence[Sequence[Device]]) -> int:
+    """Return the forwards in hand for each stage behind, where messages travel during computations; else 0."""
+    kind = SCHEDULES.get(options.schedule)
+    return kind.eagerness if kind is not None and kind.delay > 0 and _are_apart(options, devices) else 0
+
+
+def _searched(
+    module: Module,
+    options: PartitionOptions,
+    devices: Sequence[Sequence[Device]],
+    shares: Sequence[Sequence[int]],
+    costs: ChainCosts,
+    cluster: Cluster,
+) -> tuple[list[int], list[int]]:
+    """Return the stage of every operation, and other ones that fit into memory where these do not; none where nothing
+    does."""
+    chain, count = costs.chain, len(devices)
+    free = CutSearch(
+        costs, count, options.only_at, None, _eagerness(options, devices), pins_of(chain, options.pins, count)
+    )
+    weights = {name: float(var.type.nbytes) for name, var in module.vars.items()}
+    names = [group[0].name for group in devices if len(group) == 1]
+    is_judged = _are_apart(options, devices) and len(names) == count and not mesh_axes(options.mesh)
+
+    def chosen(search: CutSearch) -> list[int]:
+        judge = judge_of(search, options.schedule, options.microbatches, names, cluster) if is_judged else None
+        if options.split_by == MODULE:
+            search = replace(search, only_at=module_starts(search, weights, judge, count * options.microbatches))
+        stages = _chosen(search)
+        return refined(search, stages, judge, count * options.microbatches) if stages else stages
+
+    stages = chosen(free)
+    outlook = Outlook(options.schedule, options.recompute, options.wire)
+    needs = needs_of(module, chain, readers(chain, costs.params), devices, shares, costs.forward, outlook)
+    # Where all stages fit as they are, nothing else is as fast.
+    fits = needs is None or not any(extra_seconds(needs, s, stages) for s in range(count))
+    return stages, [] if fits else chosen(replace(free, needs=needs))
 
 
 def _chosen(search: CutSearch) -> list[int]:
@@ -152,7 +187,7 @@ def _chosen(search: CutSearch) -> list[int]:
     if not cuts:
         return []
     stages = by_operation(cuts, len(search.costs.chain))
-    if search.only_at or search.count == 1:
+    if search.only_at or search.pins or search.count == 1:
         return stages
     # Sets are looked for by sums of computations and transfers, which no other term is above.
     value = search.step(stages)
@@ -160,7 +195,25 @@ def _chosen(search: CutSearch) -> list[int]:
     return sets if sets and (search.needs is None or search.step(sets) < value) else stages
 
 
+def _check_open(options: PartitionOptions) -> None:
+    """Refuse settings of the search where all stages are given."""
+    flags = ["--split-by module"] * (options.split_by == MODULE) + ["--pin"] * bool(options.pins)
+    if flags:
+        raise UsageError(
+            f"--split-at says where all stages start, and {' and '.join(flags)} what to choose from",
+            hint="leave out one or the other",
+        )
+
+
 # ------------------------------------------------------------------------------------------------ writing it down
+
+
+def _module_notes(chain: Sequence[Op], costs: ChainCosts, stages: Sequence[int]) -> list[str]:
+    """Name the modules of each stage."""
+    return [
+        f"stage {stage} has modules {module_words(names)}"
+        for stage, names in enumerate(modules_of_stages(chain, costs.params, stages))
+    ]
 
 
 def _placed(cluster: Cluster, options: PartitionOptions, axes: Axes) -> StageDevices:

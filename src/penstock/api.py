@@ -69,6 +69,8 @@ def plan(
     schedule: str = "1f1b",
     stages: int = 0,
     split_at: Sequence[str] = (),
+    split_by: str = "operation",
+    pin: Sequence[str] = (),
     microbatches: int = 1,
     replicas: int = 1,
     devices: Sequence[Sequence[str]] = (),
@@ -88,21 +90,19 @@ def plan(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
-    """Run all passes. Without `training` the plan is for inference.
+    """Run all passes. Without `training` the plan is for inference. For settings see docs/cli.md.
 
     `stages` 0 means one per device. With `replicas` every stage lies on so many devices, which share the microbatches
-    of a batch out; or `devices` names those of each stage. `shares` are how many of the microbatches each of them runs:
-    such that they are done at about the same time if not given. `precision` is f32, bf16 or f16; `weights` is f32,
-    bf16, int8 or int4, for inference. `recompute` says what the backward pass computes again instead of saving it: auto
-    (what memory asks for), none or all.  `mesh` names the axes of every stage's devices, such as `dp=2,tp=2`. Along dp
-    microbatches are dealt out; over other axes tensors are split as `shard` says: `preset:megatron`, `FILE.toml`,
+    of a batch out; `devices` names them, `shares` says how many each runs. `mesh` names the axes of every stage's
+    devices, such as `dp=2,tp=2`. Over axes but dp tensors are split as `shard` says: `preset:megatron`, `FILE.toml`,
     `"w=[_,/tp]"`, or a mapping of names to tuples such as `(None, "tp")`, or to styles of `parallelize_module`.
-    `cuda_libraries`, `wire`, `hints`, `zero`, `packs`, `offload` and `spill`: docs/cli.md.
     """
     options = PlanOptions(
         schedule=schedule,
         stages=stages,
         split_at=split_at,
+        split_by=split_by,
+        pin=pin,
         microbatches=microbatches,
         replicas=replicas,
         devices=devices,

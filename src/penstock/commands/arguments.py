@@ -118,7 +118,8 @@ def _add_dividing(dividing: Flags) -> None:
     add_settings(dividing, PlanOptions, "mesh", "shard", "zero")
     add_settings(dividing, PlanOptions, "packs", "replicas", "recompute", "wire", left_open=True)
     add_settings(dividing, PlanOptions, "offload", "spill", left_open=True)
-    add_settings(dividing, PlanOptions, "split_at", "hints", "cuda_libraries")
+    add_settings(dividing, PlanOptions, "split_by", left_open=True)
+    add_settings(dividing, PlanOptions, "split_at", "pin", "hints", "cuda_libraries")
 
 
 def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:

@@ -27,6 +27,8 @@ from penstock.passes.manager import Call, print_pipeline
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.memory.offload import OffloadOptions
 from penstock.passes.memory.recompute import RecomputeOptions
+from penstock.passes.partition.chain import chain_of, params_behind, positions_of
+from penstock.passes.partition.modules import MODULE, modules_of_stages
 from penstock.passes.rewrite.precision import PrecisionOptions
 from penstock.passes.sharding.replicas.zero import ZeroOptions
 from penstock.passes.sharding.shard import ShardOptions
@@ -102,6 +104,7 @@ def describe_plan(
     """Return a planned module as plain data; `reference` is the model before `partition`, `calls` are all passes."""
     schedule, starts = module.schedule, stage_starts(reference, module)
     assert schedule is not None
+    modules = _modules_facts(reference, calls, starts)
     return {
         "model": module.name,
         "pipeline": print_pipeline(calls),
@@ -121,6 +124,7 @@ def describe_plan(
                 "starts_at": starts[s.index],
                 "devices": list(module.devices_of(s.index)),
                 "shares": replica_shares(module, s.index),
+                **modules.get(s.index, {}),
             }
             for s in module.stages
         ],
@@ -136,6 +140,21 @@ def replica_shares(module: Module, stage: int) -> list[int]:
     assert module.schedule is not None
     shares = module.schedule.shares(stage)
     return [shares[team[0]] for team in module.mesh_of(stage).teams()]
+
+
+def _modules_facts(
+    reference: Module, calls: Sequence[Call], starts: Sequence[str | None]
+) -> dict[int, dict[str, list[str]]]:
+    """Return the modules of every stage, where stages are cut between modules."""
+    split_by = next((call.options.split_by for call in calls if call.name == "partition"), "")
+    if split_by != MODULE:
+        return {}
+    chain = chain_of(reference)
+    position = positions_of(chain)
+    places = [position[name] for name in starts if name is not None]
+    stages = [sum(i >= place for place in places) for i in range(len(chain))]
+    modules = modules_of_stages(chain, params_behind(reference), stages)
+    return {stage: {"modules": names} for stage, names in enumerate(modules)}
 
 
 def _mesh_facts(calls: Sequence[Call]) -> dict[str, Any]:

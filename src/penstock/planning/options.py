@@ -46,7 +46,16 @@ class PlanOptions:
         rare=True,
     )
     split_at: Sequence[str] = setting(
-        (), "start a new stage at this node or value instead of searching", shown="NODE", many=True, rare=True
+        (), "start a new stage at this node, value or module instead of searching", shown="NODE", many=True, rare=True
+    )
+    split_by: str = setting(
+        "operation",
+        "start stages at any operation, or only between modules of the model, such as blocks (default: operation)",
+        choices=("operation", "module"),
+        rare=True,
+    )
+    pin: Sequence[str] = setting(
+        (), "keep this node, value or module on this stage", shown="NAME=STAGE", many=True, rare=True
     )
     microbatches: int = setting(1, "microbatches per batch (default: 1)", check=POSITIVE, shown="M")
     replicas: int = setting(

@@ -116,7 +116,8 @@ class _Steps:
         hints = model.imported.hints
         if layouts.configuration in hints.pipelines:
             hints = replace(hints, pipelines={layouts.configuration: hints.pipelines[layouts.configuration]})
-        self._hints = hints if options.hints and not options.split_at and stages > 1 else None
+        is_asked = options.split_at or options.split_by != "operation" or options.pin
+        self._hints = hints if options.hints and not is_asked and stages > 1 else None
         self._layouts, self._stages = layouts, stages
         self.reference: Module | None = None
         self.calls: list[Call] = []
@@ -145,6 +146,8 @@ def _pipeline(
     cuts: dict[str, Attr] = {
         "stages": options.stages,
         "split_at": tuple(options.split_at),
+        **({"split_by": options.split_by} if options.split_by != "operation" else {}),
+        **({"pins": tuple(options.pin)} if options.pin else {}),
         "devices": tuple(" ".join(names) for names in options.devices),
         "shares": shares,
         **({"mesh": ""} if _are_unlike(options) else {}),

@@ -50,6 +50,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "offload": OFFLOADS,
 }
 _STAGE = ("stage", "starts_at", "devices", "shares")
+_TOLD_OF_STAGE = ("modules",)
 
 
 def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, Any], int | None]:
@@ -211,7 +212,8 @@ def _stage_problems(
 ) -> list[str]:
     """List the problems of a stage. `microbatches` is None where the file does not say; `replicas` are those of a
     mesh, without which each device is one."""
-    problems = [f"unknown key {key!r}, expected {', '.join(_STAGE)}" for key in stage if key not in _STAGE]
+    known = (*_STAGE, *_TOLD_OF_STAGE)
+    problems = [f"unknown key {key!r}, expected {', '.join(_STAGE)}" for key in stage if key not in known]
     if stage.get("stage", number) != number:
         problems.append(f"stands in the place of stage {number}, but says it is stage {stage['stage']!r}")
     start = stage.get("starts_at")

@@ -163,6 +163,7 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
     partitioned: dict[str, Any] = {
         "stages": 0,
         "split_at": (),
+        "pins": (),
         "devices": tuple(" ".join(device.name for device in group) for group in placed.groups),
         "shares": shares,
         "mesh": ",".join(f"{axis}={size}" for axis, size in placed.axes),

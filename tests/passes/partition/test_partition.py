@@ -190,7 +190,7 @@ def test_given_split_points_win() -> None:
     module = differentiate(chain_model([8] * 5, []))
     found = stages_of(partition(module, PartitionOptions(split_at=("layer1", "a2"))), "F")
     assert [found[n] for n in ("h0", "a0", "h1", "a1", "h2", "a2", "h3")] == [0, 0, 1, 1, 1, 2, 2]
-    with pytest.raises(UsageError, match="no value or node named 'nowhere'"):
+    with pytest.raises(UsageError, match="no value, node or module named 'nowhere'"):
         partition(module, PartitionOptions(split_at=("nowhere",)))
 
 

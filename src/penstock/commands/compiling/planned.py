@@ -164,6 +164,8 @@ def _searched(
         "--packs": arguments.packs,
         "--microbatches": arguments.microbatches,
         "--split-at": arguments.split_at,
+        "--split-by": arguments.split_by,
+        "--pin": arguments.pin,
     }
     flags = [flag for flag, value in fixed.items() if value]
     if arguments.mesh or arguments.shard:
@@ -200,6 +202,8 @@ def _from_file(
         "spill",
         "microbatches",
         "split_at",
+        "split_by",
+        "pin",
         "replicas",
         "schedule",
         "recompute",

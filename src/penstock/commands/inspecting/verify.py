@@ -29,7 +29,7 @@ _SHARED = ("loss", "microbatches", "devices")
 _OF_COMPILE = (
     *("cluster", "frozen", "trained", "precision", "wire"),
     *(name for name in settings_of(TrainingOptions) if name not in _SHARED),
-    *("batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at"),
+    *("batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at", "split_by", "pin"),
 )
 
 

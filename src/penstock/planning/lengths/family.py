@@ -256,6 +256,8 @@ def _imposed(plan: Plan, options: PlanOptions) -> PlanOptions:
         replicas=1,
         hints=False,
         split_at=tuple(str(start) for start in starts[1:]),
+        split_by="operation",
+        pin=(),
         devices=tuple(plan.module.devices_of(stage) for stage in stages),
         shares=tuple(tuple(replica_shares(plan.module, stage)) for stage in stages),
     )
