@@ -44,7 +44,8 @@ from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.schedules.late_updates import sum_late
 from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
 from penstock.passes.simulator.machine import machine_of
-from penstock.passes.simulator.simulate import simulate, wire_chain
+from penstock.passes.simulator.simulate import simulate
+from penstock.passes.simulator.wiring import wire_chain
 
 WIDTHS = {"1.3B": 2048, "2.2B": 2688, "3.8B": 3552}
 BLOCKS, POSITIONS, HEADS, VOCABULARY = 24, 512, 32, 51200

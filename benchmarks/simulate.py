@@ -12,7 +12,8 @@ import time
 
 from penstock.passes.schedules.schedule import build_schedule
 from penstock.passes.simulator.machine import Route, SimulatedMachine
-from penstock.passes.simulator.simulate import simulate, wire_chain
+from penstock.passes.simulator.simulate import simulate
+from penstock.passes.simulator.wiring import wire_chain
 
 # Stages, microbatches, batches, and the number of ranks that share a network card (0: none do).
 ROWS = ((256, 64, 3, 0), (2048, 64, 3, 0), (2048, 64, 3, 8))

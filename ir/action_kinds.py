@@ -58,7 +58,7 @@ class ActionKind:
     name: str
     meaning: str
     per: Literal["microbatch", "batch"]
-    does: Literal["computes", "sends", "receives", "sums", "copies", "drops"]
+    does: Literal["computes", "sends", "receives", "hands on", "sums", "copies", "drops"]
     phase: str = ""
     words: str = ""
     takes: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class ActionKind:
     @property
     def arrow(self) -> str:
         """The sign between the action and its peer."""
-        return ">" if self.does == "sends" else "<" if self.does == "receives" else ""
+        return ">" if self.does in ("sends", "hands on") else "<" if self.does == "receives" else ""
 
 
 def _message(phase: str, values: str, per: Literal["microbatch", "batch"], words: str) -> tuple[ActionKind, ActionKind]:
@@ -90,6 +90,19 @@ def _message(phase: str, values: str, per: Literal["microbatch", "batch"], words
     )
 
 
+def _hand(phase: str, values: str, per: Literal["microbatch", "batch"], words: str) -> ActionKind:
+    """Return what sends to a rank of the same stage what has come to this one."""
+    meaning = f"hands on {values} to a rank of the same stage"
+    return ActionKind(f"H{phase}", meaning, per, "hands on", phase, words, partner=f"R{phase}")
+
+
+# What travels: the phase that makes it, how often, and words.
+_TRAVELLING: tuple[tuple[str, str, Literal["microbatch", "batch"], str], ...] = (
+    (FORWARD, "results of the forward of a microbatch", "microbatch", "forward"),
+    (BACKWARD, "gradients of these results", "microbatch", "backward"),
+    (PARTS, "parts of gradients that several stages add to", "batch", "parts of gradients"),
+    (NORM_PARTS, "parts of what all stages agree on", "batch", "norm of the gradients"),
+)
 _ROWS = (
     ActionKind(
         FORWARD,
@@ -129,10 +142,7 @@ _ROWS = (
         "batch", "computes", UPDATE, "update", takes=(PARTS, NORM_PARTS), versions="makes", gradients="uses",
         item="may",
     ),
-    *_message(FORWARD, "results of the forward of a microbatch", "microbatch", "forward"),
-    *_message(BACKWARD, "gradients of these results", "microbatch", "backward"),
-    *_message(PARTS, "parts of gradients that several stages add to", "batch", "parts of gradients"),
-    *_message(NORM_PARTS, "parts of what all stages agree on", "batch", "norm of the gradients"),
+    *(row for values in _TRAVELLING for row in _message(*values)),
     ActionKind(SUM, "sums the gradients of a batch over the ranks of the stage", "batch", "sums", gradients="sums"),
     ActionKind(
         LET_GO,
@@ -142,6 +152,7 @@ _ROWS = (
     ActionKind(DROP, "drops all that a microbatch still holds", "microbatch", "drops"),
     ActionKind(COPY_IN, "begins to copy an item from its home to the device", "batch", "copies", item="must"),
     ActionKind(COPY_OUT, "begins to copy an item from the device to its home", "batch", "copies", item="must"),
+    *(_hand(*values) for values in _TRAVELLING),
 )  # fmt: skip
 
 ACTION_KINDS: dict[str, ActionKind] = {row.name: row for row in _ROWS}

@@ -19,17 +19,7 @@ from typing import NamedTuple
 from penstock.support.errors import VerifyError
 
 from .action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, WEIGHTS, adder
-from .schedule import (
-    COMPUTE,
-    COPIES,
-    MESSAGES,
-    PHASES,
-    RECEIVES,
-    SENDS,
-    SUM_USERS,
-    Action,
-    Schedule,
-)
+from .schedule import COMPUTE, COPIES, HANDS, MESSAGES, PHASES, RECEIVES, SENDS, SUM_USERS, Action, Schedule
 
 Event = Hashable
 Programs = Mapping[int, Sequence[Action]]
@@ -60,7 +50,7 @@ _ALONE = Meeting(NOTHING, NOTHING, NOTHING)
 MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(COMPUTE, _ALONE),
     **dict.fromkeys(SUM_USERS, Meeting(ARRIVALS, NOTHING, NOTHING)),
-    **dict.fromkeys(SENDS, Meeting(NOTHING, MESSAGE, NOTHING)),
+    **dict.fromkeys((*SENDS, *HANDS), Meeting(NOTHING, MESSAGE, NOTHING)),
     **dict.fromkeys(RECEIVES, Meeting(MESSAGE, NOTHING, NOTHING)),
     SUM: Meeting(NOTHING, NOTHING, ARRIVAL),
     **dict.fromkeys((*COPIES, LET_GO, DROP), _ALONE),

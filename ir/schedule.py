@@ -1,7 +1,7 @@
 """The schedule: the program of every rank as a list of actions, in order and with weight versions.
 
     <stage><kind><microbatch>[@version][>peer|<peer][:stage|:item]
-    0F3@1   0SF3>1   1RF3<0   0U1@2   0D3   0SF3>1:5   0CI1:o
+    0F3@1   0SF3>1   1RF3<0   0U1@2   0D3   0SF3>1:5   0CI1:o   1HF3>2:0
 
 Kinds are the rows of ir/action_kinds.py. `str(action)` and `Action.parse` are exact inverses. For a microbatch:
 
@@ -9,6 +9,7 @@ Kinds are the rows of ir/action_kinds.py. `str(action)` and `Action.parse` are e
     R             what B takes and F did not keep, computed again
     L             lets go of what F saved and R computes again; without it F does not save that at all
     SF RF SB RB   send and receive of the values on the boundary of F and B
+    HF HB         hand on what has come from the stage that it names, to a rank of the same stage
     D             drop of all that a microbatch still holds
 
 Once per batch, with the number of the batch:
@@ -16,7 +17,7 @@ Once per batch, with the number of the batch:
     P             returns this stage's part of gradients that several stages add to
     N             returns the part of this stage in what all stages have to agree on, the norm of the gradient
     U             update; with an item the part of it that changes a chunk, `0U1@2:c0`. One without an item ends it
-    SP RP SN RN   move results of P and N to where N and U take them
+    SP RP SN RN   move results of P and N to where N and U take them; HP and HN hand them on
     AR            sums the gradients of a batch over the teams of the stage
     CI CO         begin to copy an item of the stage from its home in another memory space to the device, or back: `o`,
                   its optimiser state, or `c0`, a chunk of that, `w`, its weights, or `g`, its gradients, which are zero
@@ -62,8 +63,12 @@ PHASES = tuple(kind for kind in COMPUTE if any(kind in row.takes for row in _ROW
 TAKERS = {phase: tuple(row.name for row in _ROWS if phase in row.takes) for phase in PHASES}
 SENDS = tuple(row.name for row in _ROWS if row.does == "sends")
 RECEIVES = tuple(row.name for row in _ROWS if row.does == "receives")
-MESSAGES = (*SENDS, *RECEIVES)
-SEND_OF, RECEIVE_OF = ({ACTION_KINDS[kind].phase: kind for kind in kinds} for kinds in (SENDS, RECEIVES))
+# Sends of what has come, to ranks of the same stage that need the same.
+HANDS = tuple(row.name for row in _ROWS if row.does == "hands on")
+MESSAGES = (*SENDS, *RECEIVES, *HANDS)
+SEND_OF, RECEIVE_OF, HAND_OF = (
+    {ACTION_KINDS[kind].phase: kind for kind in kinds} for kinds in (SENDS, RECEIVES, HANDS)
+)
 PER_BATCH = tuple(row.name for row in _ROWS if row.per == "batch")
 # Computations that read weights in one version, or make one.
 VERSIONED = tuple(row.name for row in _ROWS if row.versions)
@@ -87,7 +92,7 @@ class Action(NamedTuple):
     mb: int
     version: int | None = None
     peer: int | None = None
-    # The stage at the other end of a message, where ranks run several.
+    # The stage at the other end of a message, where ranks run several, or where values come from that are handed on.
     end: int | None = None
     # What it works on, of actions that move between memory spaces.
     item: str = ""
@@ -165,6 +170,8 @@ class Action(NamedTuple):
         stages = (None, None) if self.end is None else (self.stage, self.end)
         if self.kind in SENDS:
             return (self.phase, rank, self.peer, *stages)
+        if self.kind in HANDS:
+            return (self.phase, rank, self.peer, *stages[::-1])
         return (self.phase, self.peer, rank, *stages[::-1])
 
 

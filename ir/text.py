@@ -135,8 +135,9 @@ def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
         yield f"  {bound}"
     yield from variables
     for edge in module.edges:
+        whole = edge.to == tuple(value.type for value in edge.values)
         listed = [
-            repr(v) if v == arrived else f"{v!r} to {arrived.type}"
+            repr(v) if v == arrived and not whole else f"{v!r} to {arrived.type}"
             for v, arrived in zip(edge.values, arriving_values(edge), strict=True)
         ]
         yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(listed)}"

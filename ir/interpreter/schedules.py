@@ -38,7 +38,7 @@ from penstock.ir.memory.items import stage_images
 from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.memory.update_parts import graph_of
 from penstock.ir.ops import axes_over
-from penstock.ir.schedule import COMPUTE, COPIES, MESSAGES, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
+from penstock.ir.schedule import COMPUTE, COPIES, HANDS, MESSAGES, RECEIVES, SENDS, SUM_USERS, VERSIONED, Action
 from penstock.ir.sharding.between_meshes import travels_in_tiles
 from penstock.ir.sharding.tile_messages import ends_of, tile_messages
 from penstock.ir.sharding.tiles import seat_of
@@ -444,10 +444,7 @@ class _Pipeline:
             return True
         pieces = self.tiles.slices(ends, action.peer, rank.index)
         put_tiles(held, values, pieces, self.tiles.arriving(ends), self.precision)
-        if (
-            self.watch_rank is not None
-            and action.peer == self.tiles.senders(ends, rank.index, self.teams[action.peer])[-1]
-        ):
+        if self.watch_rank is not None and action.peer == self.tiles.senders(ends, rank.index, action.mb)[-1]:
             for op in self.tiles.arrivals(ends):
                 graph = f"s{action.stage}.{action.kind}"
                 self.watch_rank(rank.index, graph, action.mb, op, (held[op.outs[0].name],))
@@ -470,7 +467,7 @@ class _Pipeline:
 # The meaning of every kind: the function runs the action, and returns False when the action has to wait.
 MEANINGS: dict[str, Callable[[_Pipeline, InterpretedRank, Action], bool]] = {
     **dict.fromkeys(COMPUTE, _Pipeline._compute),
-    **dict.fromkeys(SENDS, _Pipeline._send),
+    **dict.fromkeys((*SENDS, *HANDS), _Pipeline._send),
     **dict.fromkeys(RECEIVES, _Pipeline._receive),
     SUM: _Pipeline._bring,
     **dict.fromkeys(COPIES, _Pipeline._copy),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.ir.action_kinds import DROP, LET_GO, SUM, UPDATE
 from penstock.ir.graph import GRAD, Graph, Module, signature, summed_vars
-from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
+from penstock.ir.schedule import COMPUTE, COPIES, MESSAGES, SENDS, Action
 
 from .items import stage_images
 from .saved_sets import moves_saved, saved_set
@@ -107,7 +107,7 @@ class _Touched(NamedTuple):
 
 TOUCHED: dict[str, _Touched] = {
     **dict.fromkeys(COMPUTE, _Touched(Accesses._computed_values, Accesses._computed_buffers)),
-    **dict.fromkeys((*SENDS, *RECEIVES), _Touched(Accesses._moved_values, Accesses._no_buffers)),
+    **dict.fromkeys(MESSAGES, _Touched(Accesses._moved_values, Accesses._no_buffers)),
     SUM: _Touched(Accesses._no_values, Accesses._summed_buffers),
     **dict.fromkeys(COPIES, _Touched(Accesses._saved_values, Accesses._item_buffers)),
     **dict.fromkeys((LET_GO, DROP), _Touched(Accesses._no_values, Accesses._no_buffers)),

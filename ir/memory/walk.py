@@ -31,7 +31,7 @@ from penstock.ir.action_kinds import (
 )
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.messages import Parcel, parcels
-from penstock.ir.schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
+from penstock.ir.schedule import COMPUTE, HANDS, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
 from penstock.ir.sharding.tile_messages import EdgeEnds, ends_of, tile_messages
 
 from .account import BEFORE, Life
@@ -257,7 +257,7 @@ class Walk:
         if key not in self._carried:
             values = self._edges[ends]
             if tiled:
-                ranks = (self._rank, action.peer) if action.kind in SENDS else (action.peer, self._rank)
+                ranks = (self._rank, action.peer) if action.kind not in RECEIVES else (action.peer, self._rank)
                 values = tuple(piece.value for piece in self._tiles.slices(ends, *ranks))
             self._carried[key] = values, parcels(values)
         return self._carried[key]
@@ -411,6 +411,7 @@ WALKS: dict[str, Callable[[Walk, Action], None]] = {
     UPDATE: Walk._update,
     **{kind: Walk._pass if kind in PER_BATCH else Walk._send for kind in SENDS},
     **dict.fromkeys(RECEIVES, Walk._receive),
+    **dict.fromkeys(HANDS, Walk._linger),
     **dict.fromkeys((SUM, COPY_OUT), Walk._pass),
     COPY_IN: Walk._bring,
     LET_GO: Walk._let_go,

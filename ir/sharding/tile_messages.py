@@ -8,6 +8,10 @@ comes from the first that has it. So the text of the schedule is the choice of s
 tile of a value, or tiles without a common element. Hence the first rank with a tile sends all that the taker needs of
 it, and no rank behind it sends the same once more.
 
+A rank of the same mesh that comes first hands on what it has of values of which both take the same: a link of a chain,
+`1RF4<2:0 1F4` on rank 3 and `1RF4<0 1HF4>3:0 1F4` on rank 2. Tiles that are handed on travel in parcels, slices along
+one dimension, so that each goes on while the next one comes.
+
 A message carries slices as values of their own, named after the whole one and numbered; one that is all that the taker
 has of a value has its name. They share messages as values of other edges do (ir/messages.py). What no slice covers is
 padding, which is zero.
@@ -15,17 +19,20 @@ padding, which is zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import NamedTuple
 
 from penstock.ir.graph import Edge, Mesh, Module, Op, Value
 from penstock.ir.memo import Derived
-from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
+from penstock.ir.messages import TOGETHER
+from penstock.ir.schedule import HANDS, PER_BATCH, RECEIVES, SENDS, Action, Schedule
 
 from .between_meshes import arriving_values, edge_values, travels_in_tiles
-from .tiles import Ranges, TensorTile, overlaps, tile_of
+from .tiles import Ranges, SharedSlices, TensorTile, overlaps, tile_of
 
+# The most parcels of a tile that is handed on.
+PARCELS = 32
 # The source of an edge, its destination, and its phase.
 EdgeEnds = tuple[int, int, str]
 
@@ -45,6 +52,40 @@ class TileSlice(NamedTuple):
         return self.value.name == self.whole
 
 
+class TileSender(NamedTuple):
+    """A place that tiles come from: of the mesh that they leave; or of the one where they arrive, which hands on what
+    has come to it."""
+
+    place: int
+    hands_on: bool = False
+
+
+# The number of a value in its edge, and one of its tiles.
+_Numbered = tuple[int, Ranges]
+
+
+def _parcels(both: SharedSlices, value: Value) -> list[SharedSlices]:
+    """Cut a block into parcels, each with a message of its own."""
+    dims = tuple(part.stop - part.start for part in both.one)
+    count = parcels_of(value.type.plain.with_shape(dims).nbytes)
+    dim = next((i for i, n in enumerate(dims) if n >= count), max(range(len(dims)), key=dims.__getitem__, default=0))
+    if count < 2 or not dims:
+        return [both]
+    each = -(-dims[dim] // count)
+
+    def cut(slices: tuple[slice, ...], at: int) -> tuple[slice, ...]:
+        part = slices[dim]
+        piece = slice(part.start + at, min(part.start + at + each, part.stop))
+        return (*slices[:dim], piece, *slices[dim + 1 :])
+
+    return [SharedSlices(cut(both.one, at), cut(both.other, at)) for at in range(0, dims[dim], each)]
+
+
+def parcels_of(nbytes: int) -> int:
+    """Return into how many parcels a tile that is handed on is cut: each is large enough to travel alone."""
+    return max(1, min(PARCELS, nbytes // (TOGETHER + 1)))
+
+
 class TileEnds(NamedTuple):
     """The meshes at both ends of an edge."""
 
@@ -52,23 +93,45 @@ class TileEnds(NamedTuple):
     source: Mesh
     target: Mesh
 
+    def arrived(self, number: int, taker: int) -> TensorTile:
+        """Return the tile of a value that a place takes."""
+        return tile_of(arriving_values(self.edge)[number].type, self.target, taker)
+
     def shared(self, number: int, sender: int, taker: int) -> tuple[TensorTile, TensorTile]:
         """Return the tiles of a value that two places have."""
-        left, arrived = self.edge.values[number], arriving_values(self.edge)[number]
-        return tile_of(left.type, self.source, sender), tile_of(arrived.type, self.target, taker)
+        return tile_of(self.edge.values[number].type, self.source, sender), self.arrived(number, taker)
 
-    def slices(self, senders: Sequence[int], taker: int) -> dict[int, tuple[TileSlice, ...]]:
-        """Return what a place takes from each of the places that send to it, in their order."""
-        known: set[tuple[int, Ranges]] = set()
-        result: dict[int, tuple[TileSlice, ...]] = {}
+    def alike(self, one: int, other: int) -> frozenset[int]:
+        """Return the numbers of the values of which two places take the same."""
+        numbers = range(len(self.edge.values))
+        return frozenset(n for n in numbers if self.arrived(n, one) == self.arrived(n, other))
+
+    def taken_bytes(self, number: int, taker: int) -> int:
+        """Return the bytes of a value that a place takes, without padding."""
+        t = self.edge.values[number].type.plain
+        return t.with_shape((self.arrived(number, taker).size,)).nbytes
+
+    def slices(
+        self, senders: Sequence[TileSender], taker: int, in_parcels: Set[_Numbered] = frozenset()
+    ) -> dict[TileSender, tuple[TileSlice, ...]]:
+        """Return what a place takes from each of the places that send to it, in their order. `in_parcels` are the tiles
+        at the target that are handed on, and travel in parcels."""
+        known: set[_Numbered] = set()
+        result: dict[TileSender, tuple[TileSlice, ...]] = {}
         for sender in senders:
             pieces: list[TileSlice] = []
             for number, value in enumerate(self.edge.values):
-                held, wanted = self.shared(number, sender, taker)
-                if (number, held.ranges) in known:
-                    continue
-                known.add((number, held.ranges))
-                for i, both in enumerate(overlaps(held, wanted)):
+                wanted, blocks = self.arrived(number, taker), list[SharedSlices]()
+                for held in self._held(number, sender, taker):
+                    if (number, held.ranges) not in known:
+                        known.add((number, held.ranges))
+                        blocks += overlaps(held, wanted)
+                if sender.hands_on:
+                    # It lies there as it does here.
+                    blocks = [SharedSlices(both.other, both.other) for both in blocks]
+                if (number, wanted.ranges) in in_parcels:
+                    blocks = [parcel for both in blocks for parcel in _parcels(both, value)]
+                for i, both in enumerate(blocks):
                     dims = tuple(part.stop - part.start for part in both.one)
                     name = value.name if dims == wanted.shape else f"{value.name}.tile{i}"
                     block = Value(name, value.type.plain.with_shape(dims))
@@ -76,11 +139,21 @@ class TileEnds(NamedTuple):
             result[sender] = tuple(pieces)
         return result
 
-    def needs(self, taker: int) -> dict[tuple[int, ...], int]:
-        """Return the bytes that a place has to take from one of several places: those that have the same tiles."""
+    def _held(self, number: int, sender: TileSender, taker: int) -> list[TensorTile]:
+        """Return the tiles of a value, as they left, that a place can send to another."""
+        t = self.edge.values[number].type
+        if not sender.hands_on:
+            return [tile_of(t, self.source, sender.place)]
+        if number not in self.alike(sender.place, taker):
+            return []
+        return list(dict.fromkeys(tile_of(t, self.source, place) for place in self.source.teams()[0]))
+
+    def needs(self, taker: int, but: Set[int] = frozenset()) -> dict[tuple[int, ...], int]:
+        """Return the bytes that a place has to take from one of several places: those that have the same tiles. Values
+        with the numbers `but` are left out."""
         held_by: dict[tuple[int, Ranges], list[int]] = {}
         places = self.source.teams()[0]
-        for number in range(len(self.edge.values)):
+        for number in sorted(set(range(len(self.edge.values))) - but):
             for place in places:
                 tile, wanted = self.shared(number, place, taker)
                 if any(True for _ in overlaps(tile, wanted)):
@@ -105,9 +178,11 @@ class TileMessages:
             ends: TileEnds(edge, module.mesh_of(edge.src), module.mesh_of(edge.dst))
             for ends, edge in self._edges.items()
         }
-        # By edge, taker and the sender's team: the ranks that the taker receives from.
+        # By edge, taker and number in the batch: the ranks that the taker receives from.
         self._senders: dict[tuple[EdgeEnds, int, int], list[int]] = {}
-        self._slices: dict[tuple[EdgeEnds, int, int], dict[int, tuple[TileSlice, ...]]] = {}
+        self._handed: dict[EdgeEnds, set[_Numbered]] = {}
+        self._slices: dict[tuple[EdgeEnds, int, int], tuple[TileSlice, ...]] = {}
+        self._per_batch = module.schedule.microbatches if module.schedule is not None else 1
         self._places = {
             (stage, rank): place
             for stage in {stage for src, dst, _ in self._edges for stage in (src, dst)}
@@ -124,10 +199,11 @@ class TileMessages:
                     if action.end is None and action.peer >= len(homes):
                         continue
                     ends = ends_of(action, homes)
-                    if ends in self._edges and (ends[0], action.peer) in self._places:
-                        line = self._senders.setdefault((ends, rank, self._team(ends[0], action.peer)), [])
+                    if ends in self._edges and (rank != action.peer) and self._sender(ends, action.peer) is not None:
+                        line = self._senders.setdefault((ends, rank, self._unit(ends, action.mb)), [])
                         if action.peer not in line:
                             line.append(action.peer)
+        self._handed = self._tiles_handed_on()
 
     def __bool__(self) -> bool:
         return bool(self._edges)
@@ -135,13 +211,36 @@ class TileMessages:
     def __contains__(self, ends: EdgeEnds) -> bool:
         return ends in self._edges
 
-    def _team(self, stage: int, rank: int) -> int:
-        place = self._places[stage, rank]
-        return next(i for i, team in enumerate(self._module.mesh_of(stage).teams()) if place in team)
+    def _unit(self, ends: EdgeEnds, number: int) -> int:
+        """Return the number in the batch of a microbatch."""
+        return 0 if ends[2] in PER_BATCH else number % self._per_batch
 
-    def senders(self, ends: EdgeEnds, taker: int, team: Sequence[int]) -> tuple[int, ...]:
-        """Return the ranks of a team that a rank receives from, in order."""
-        return tuple(self._senders.get((ends, taker, self._team(ends[0], team[0])), ()))
+    def _sender(self, ends: EdgeEnds, rank: int) -> TileSender | None:
+        """Return the place of a rank that sends; None where it runs neither of both stages."""
+        if (ends[0], rank) in self._places:
+            return TileSender(self._places[ends[0], rank])
+        return TileSender(self._places[ends[1], rank], True) if (ends[1], rank) in self._places else None
+
+    def _tiles_handed_on(self) -> dict[EdgeEnds, set[_Numbered]]:
+        """Return the tiles at the targets of edges that some rank hands on to another."""
+        handed: dict[EdgeEnds, set[_Numbered]] = {}
+        for (ends, taker, _), senders in self._senders.items():
+            both, place = self._ends[ends], self._places.get((ends[1], taker))
+            for sender in (self._sender(ends, rank) for rank in senders):
+                if sender is not None and sender.hands_on and place is not None:
+                    numbers = both.alike(sender.place, place)
+                    handed.setdefault(ends, set()).update((n, both.arrived(n, place).ranges) for n in numbers)
+        return handed
+
+    def senders(self, ends: EdgeEnds, taker: int, number: int) -> tuple[int, ...]:
+        """Return the ranks that a rank receives tiles of a microbatch or batch from, in order."""
+        return tuple(self._senders.get((ends, taker, self._unit(ends, number)), ()))
+
+    def handed_to(self, ends: EdgeEnds, rank: int, number: int) -> tuple[int, ...]:
+        """Return the ranks that a rank hands tiles of a microbatch or batch on to."""
+        unit = self._unit(ends, number)
+        lines = ((taker, line) for (other, taker, of), line in self._senders.items() if (other, of) == (ends, unit))
+        return tuple(taker for taker, line in lines if rank in line) if (ends[1], rank) in self._places else ()
 
     def missing(self, ends: EdgeEnds, taker: int, senders: Sequence[int]) -> list[str]:
         """Return the names of values of which a rank gets less from some others than it needs."""
@@ -155,18 +254,21 @@ class TileMessages:
 
     def slices(self, ends: EdgeEnds, sender: int, taker: int) -> tuple[TileSlice, ...]:
         """Return what a rank sends to another."""
-        key = (ends, taker, self._team(ends[0], sender))
+        key = (ends, sender, taker)
         if key not in self._slices:
-            places = {self._places[ends[0], rank]: rank for rank in self._senders.get(key, ())}
-            by_place = self._ends[ends].slices(list(places), self._places[ends[1], taker])
-            self._slices[key] = {places[place]: pieces for place, pieces in by_place.items()}
-        return self._slices[key].get(sender, ())
+            lines = ((end, of, line) for (end, of, _), line in self._senders.items())
+            ranks = next((line for end, of, line in lines if (end, of) == (ends, taker) and sender in line), [])
+            places = [place for rank in ranks if (place := self._sender(ends, rank)) is not None]
+            by_place = self._ends[ends].slices(places, self._places[ends[1], taker], self._handed.get(ends, set()))
+            for rank, place in zip(ranks, places, strict=True):
+                self._slices[ends, rank, taker] = by_place[place]
+        return self._slices.get(key, ())
 
     def messages(self) -> Iterator[tuple[EdgeEnds, int, int, tuple[Value, ...]]]:
         """Yield the ends of all messages, their ranks, and the values in them."""
-        for (ends, taker, _), senders in self._senders.items():
-            for sender in senders:
-                yield ends, sender, taker, tuple(piece.value for piece in self.slices(ends, sender, taker))
+        lines = self._senders.items()
+        for ends, sender, taker in dict.fromkeys((ends, s, taker) for (ends, taker, _), line in lines for s in line):
+            yield ends, sender, taker, tuple(piece.value for piece in self.slices(ends, sender, taker))
 
     def arriving(self, ends: EdgeEnds) -> tuple[Value, ...]:
         """Return the values of an edge with their types on one device of the stage that takes them."""
@@ -190,6 +292,8 @@ def tile_messages(module: Module) -> TileMessages:
 def ends_of(action: Action, homes: Mapping[int, int] | Sequence[int]) -> EdgeEnds:
     """Return the edge whose values a message moves."""
     other = action.other(homes)
+    if action.kind in HANDS:
+        return other, action.stage, action.phase
     return (action.stage, other, action.phase) if action.kind in SENDS else (other, action.stage, action.phase)
 
 

@@ -18,6 +18,7 @@ from penstock.ir.grid import message_rules
 from penstock.ir.schedule import (
     COMPUTE,
     COPIES,
+    HANDS,
     PER_BATCH,
     RECEIVE_OF,
     RECEIVES,
@@ -28,7 +29,7 @@ from penstock.ir.schedule import (
     Routes,
 )
 from penstock.ir.sharding.between_meshes import arriving_values, edge_values, travels_in_tiles
-from penstock.ir.sharding.tile_messages import TileMessages, tile_messages
+from penstock.ir.sharding.tile_messages import TileMessages, ends_of, tile_messages
 
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs
@@ -175,6 +176,16 @@ class _Ends:
             if peer != a.peer and (first := self._done.get((a.kind, a.stage, a.mb, peer, a.end))) is not None:
                 yield from self._problem("twice", step, f"has already come from rank {peer} at step {first}")
 
+    def hand_on(self, step: int, a: Action) -> Iterator[Problem]:
+        """Check that all of the values have come before they are handed on, from another stage, to a rank of this."""
+        ends = ends_of(a, self._homes)
+        fellow = a.peer != self._rank and a.peer in self._members[a.stage]
+        yield from self._message(step, a, known=fellow and ends in self._tiles)
+        if not fellow or ends not in self._tiles:
+            return
+        if self._tiles.missing(ends, self._rank, self._arrived.get((ends, a.mb), [])):
+            yield from self._problem("early", step, f"hands on what has not come from stage {a.end} yet")
+
     def _receive_tiles(self, a: Action, ends: tuple[int, int, str]) -> None:
         assert a.peer is not None
         self._arrived.setdefault((ends, a.mb), []).append(a.peer)
@@ -224,9 +235,17 @@ class _Ends:
     def _other(self, a: Action) -> int | None:
         if a.peer is None or (a.end is None and self._packed):
             return None
+        if a.kind in RECEIVES and a.end is not None and self._hands(a):
+            return a.end
         other = self._homes.get(a.peer) if a.end is None else a.end
         # A rank that the message names must run the stage that it names, and sends itself nothing.
         return other if other is None or (a.peer in self._members.get(other, ()) and a.peer != self._rank) else None
+
+    def _hands(self, a: Action) -> bool:
+        """Return whether a receive is of what another rank of the stage hands on."""
+        assert a.end is not None
+        ends = (a.end, a.stage, a.phase)
+        return ends in self._tiles and a.peer != self._rank and a.peer in self._members[a.stage]
 
     def _owes(self, phase: str, stage: int, mb: int, target: int) -> bool:
         """Return whether a stage awaits results of this rank that were not sent. Ranks of a team have the same
@@ -257,6 +276,7 @@ ENDS: dict[str, Callable[[_Ends, int, Action], Iterator[Problem]] | None] = {
     **dict.fromkeys(COMPUTE, _Ends.compute),
     **dict.fromkeys(SENDS, _Ends.send),
     **dict.fromkeys(RECEIVES, _Ends.receive),
+    **dict.fromkeys(HANDS, _Ends.hand_on),
     **dict.fromkeys((SUM, *COPIES), None),
     LET_GO: _Ends.let_go,
     DROP: None,
@@ -270,7 +290,7 @@ def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
     received: dict[Channel, list[tuple[str, int, int, int]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
-            if a.peer is not None and a.kind in SENDS:
+            if a.peer is not None and a.kind in (*SENDS, *HANDS):
                 sent.setdefault(a.channel(rank), []).append((a.phase, a.mb, rank, step))
             elif a.peer is not None and a.kind in RECEIVES:
                 received.setdefault(a.channel(rank), []).append((a.phase, a.mb, rank, step))

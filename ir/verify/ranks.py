@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from penstock.ir.action_kinds import FORWARD
 from penstock.ir.graph import Module, written_vars
-from penstock.ir.schedule import RECEIVES, SENDS, Action, Program, Schedule
+from penstock.ir.schedule import HANDS, RECEIVES, SENDS, Action, Program, Schedule
 from penstock.support.words import counted, numbered
 
 from .problems import Problem
@@ -147,7 +147,11 @@ def _without_messages(program: Program) -> Program:
     """Return a program without sends and peers, and one receive in place of several behind each other."""
 
     def short(actions: Sequence[Action]) -> tuple[Action, ...]:
-        bare = [a._replace(peer=None) for a in actions if a.kind not in SENDS]
+        bare = [
+            a._replace(peer=None, end=None if a.kind in RECEIVES else a.end)
+            for a in actions
+            if a.kind not in (*SENDS, *HANDS)
+        ]
         return tuple(a for i, a in enumerate(bare) if not (i and a.kind in RECEIVES and a == bare[i - 1]))
 
     return Program(short(program.start), short(program.batch))

@@ -15,7 +15,8 @@ the same order, so the order on a channel is the same on both. Where stages lie 
 the rank that runs it (ir/schedule.py, Routes).
 
 Edges that `localize` has written, of values that lie unlike on the meshes of two stages, stay as they are. Such values
-travel in tiles, and a rank receives from as many others as have what it takes; senders.py chooses them.
+travel in tiles, and a rank receives from as many others as have what it takes; senders.py chooses them. One that is to
+hand on what comes does so right behind its receives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from dataclasses import dataclass
 
 from penstock.ir.action_kinds import ACTION_KINDS, AGAIN
 from penstock.ir.graph import Edge, Graph, Module, Value
-from penstock.ir.schedule import MESSAGES, PER_BATCH, PHASES, RECEIVE_OF, SEND_OF, TAKERS, Action, Routes, Schedule
+from penstock.ir.schedule import (
+    HAND_OF,
+    MESSAGES,
+    PER_BATCH,
+    PHASES,
+    RECEIVE_OF,
+    SEND_OF,
+    TAKERS,
+    Action,
+    Routes,
+    Schedule,
+)
 from penstock.ir.sharding.between_meshes import edge_values, travels_in_tiles
 from penstock.ir.sharding.tile_messages import EdgeEnds, TileEnds
 from penstock.ir.verify.schedules import taking
@@ -144,7 +156,10 @@ def communicate(module: Module, options: CommunicateOptions = CommunicateOptions
         at = (action.stage, action.kind)
         for phase, source in sorted(arriving.get(at, ())):
             for peer in peers.sources(rank, (source, action.stage, phase), action.mb):
-                yield Action(RECEIVE_OF[phase], action.stage, action.mb, None, peer, source if packed else None)
+                named = packed or peers.hands_on(rank, peer)
+                yield Action(RECEIVE_OF[phase], action.stage, action.mb, None, peer, source if named else None)
+            for peer in peers.fellows(rank, (source, action.stage, phase), action.mb):
+                yield Action(HAND_OF[phase], action.stage, action.mb, None, peer, source)
         yield action
         for target in sorted(leaving.get(at, ())):
             for peer in peers.targets(rank, (action.stage, target, action.kind), action.mb):
@@ -171,6 +186,16 @@ class _Peers:
             both = TileEnds(edge, self._module.mesh_of(edge.src), self._module.mesh_of(edge.dst))
             self._chosen[ends, *teams] = balanced_senders(both, self._module.cluster, teams, self._devices)
         return list(self._chosen[ends, *teams][rank])
+
+    def hands_on(self, rank: int, peer: int) -> bool:
+        """Return whether a rank that sends to another is one of its team."""
+        return peer in self._routes.team(rank)
+
+    def fellows(self, rank: int, ends: EdgeEnds, number: int) -> list[int]:
+        """Return the ranks of its team that a rank hands on to what it receives."""
+        if ends not in self._tiled:
+            return []
+        return [other for other in self._routes.team(rank) if rank in self.sources(other, ends, number)]
 
     def targets(self, rank: int, ends: EdgeEnds, number: int) -> list[int]:
         """Return the ranks that a rank sends to."""

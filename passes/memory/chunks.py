@@ -18,7 +18,7 @@ from dataclasses import replace
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, UPDATE
 from penstock.ir.graph import STATE, Module, touched_vars
 from penstock.ir.memory.update_parts import chunk_item, clusters
-from penstock.ir.schedule import COMPUTE, RECEIVES, Action, Program, Schedule
+from penstock.ir.schedule import COMPUTE, HANDS, RECEIVES, Action, Program, Schedule
 
 # The chunks on the device at once, and how many there are of a stage with many parameters.
 _RESIDENT, _MANY = 3, 16
@@ -122,6 +122,6 @@ def middle_of(actions: Sequence[Action], first: int, last: int) -> int:
     """Return the place before the middle one of the computations between two places, and before what it receives."""
     between = [i for i in range(first + 1, last) if actions[i].kind in COMPUTE]
     at = between[len(between) // 2] if between else last
-    while at - 1 > first and actions[at - 1].kind in RECEIVES:
+    while at - 1 > first and actions[at - 1].kind in (*RECEIVES, *HANDS):
         at -= 1
     return at

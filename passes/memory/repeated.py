@@ -24,7 +24,7 @@ from penstock.ir.action_kinds import AGAIN, BACKWARD, FORWARD, LET_GO
 from penstock.ir.graph import COORDINATE, Graph, Op, Value
 from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import EXCHANGES, OPS
-from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action, Program, Schedule
+from penstock.ir.schedule import COMPUTE, HANDS, RECEIVES, SENDS, Action, Program, Schedule
 
 DRAWS = ("random", "random_key")
 
@@ -119,7 +119,7 @@ def again(schedule: Schedule, stage: int, numbers: Collection[int], *, lets_go: 
                 continue
             if action.kind == BACKWARD:
                 first = at
-                while first and _moves(actions[first - 1], action, RECEIVES):
+                while first and _moves(actions[first - 1], action, (*RECEIVES, *HANDS)):
                     first -= 1
                 before[first] = Action(AGAIN, stage, action.mb, action.version)
             elif action.kind == FORWARD and lets_go:

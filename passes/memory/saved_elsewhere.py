@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, FORWARD, LET_GO, SAVED_ITEM
 from penstock.ir.graph import Module
 from penstock.ir.memory.saved_sets import saved_set
-from penstock.ir.schedule import COMPUTE, RECEIVES, SENDS, Action, Program, Schedule
+from penstock.ir.schedule import COMPUTE, HANDS, RECEIVES, SENDS, Action, Program, Schedule
 
 # A set is away during the computations between F and B but for the first, when it goes, and the last, when it comes.
 _FEWEST_BETWEEN = 3
@@ -117,7 +117,7 @@ class _Lists:
         if len(between) < _FEWEST_BETWEEN:
             return
         coming = between[-1]
-        while actions[coming - 1].kind in RECEIVES:
+        while actions[coming - 1].kind in (*RECEIVES, *HANDS):
             coming -= 1
         starts = at < self._offset
         for place, kind, behind in (

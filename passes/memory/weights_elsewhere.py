@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT, GRADIENTS_ITEM, LET_GO, UPDATE, WEIGHTS_ITEM
 from penstock.ir.graph import GRAD, PARAM, REPLICAS, Module, summed_vars, touched_vars
 from penstock.ir.memory.items import stage_images
-from penstock.ir.schedule import ADDERS, COMPUTE, READERS, RECEIVES, Action, Program, Schedule
+from penstock.ir.schedule import ADDERS, COMPUTE, HANDS, READERS, RECEIVES, Action, Program, Schedule
 
 from .chunks import middle_of
 
@@ -147,6 +147,6 @@ def _moved(kind: str, stage: int, item: str) -> Action:
 
 
 def _ahead_of_receives(batch: Sequence[Action], at: int) -> int:
-    while at and batch[at - 1].kind in RECEIVES:
+    while at and batch[at - 1].kind in (*RECEIVES, *HANDS):
         at -= 1
     return at

@@ -16,11 +16,12 @@ import numpy as np
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.ir.schedule import MESSAGES, Action
 from penstock.passes.schedules.late_updates import sum_late
 from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
 from penstock.passes.simulator.machine import machine_of
-from penstock.passes.simulator.simulate import simulate, wire_chain
+from penstock.passes.simulator.simulate import simulate
+from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import VerifyError
 
 from .cuts import CutSearch, by_operation, extra_seconds
@@ -97,7 +98,7 @@ def judge_of(
         parted = [costs.one_way(stage, stages) if stage else 0.0 for stage in range(len(names))]
 
         def seconds(rank: int, action: Action) -> float:
-            if action.kind in SENDS or action.kind in RECEIVES:
+            if action.kind in MESSAGES:
                 assert action.peer is not None
                 return cluster.message_overhead(names[rank], names[action.peer])
             duration = spent[action.stage].get(action.kind)

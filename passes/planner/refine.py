@@ -18,13 +18,14 @@ from itertools import permutations
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
+from penstock.ir.schedule import MESSAGES, Action, Schedule
 from penstock.passes.schedules.late_updates import sum_late
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs, build_schedule
 from penstock.passes.simulator.cores import TURN
 from penstock.passes.simulator.forecast import BATCHES, LOCAL, seat_of
 from penstock.passes.simulator.machine import machine_of
-from penstock.passes.simulator.simulate import simulate, wire_chain
+from penstock.passes.simulator.simulate import simulate
+from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.hardware import usable_cores
 
@@ -160,7 +161,7 @@ class SimulatedSteps:
 
         def seconds(rank: int, action: Action) -> float:
             stage, device = plan.stages[action.stage], devices[rank]
-            if action.kind in SENDS or action.kind in RECEIVES:
+            if action.kind in MESSAGES:
                 assert action.peer is not None
                 return self.cluster.message_overhead(device.name, devices[action.peer].name)
             forward, backward, weight, recompute, update = (

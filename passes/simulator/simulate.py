@@ -12,6 +12,7 @@ Out: `Simulated` (result.py): when every action ran, and why not earlier. The mo
   that takes the latency of the link, too. Messages from one rank to another move one after another, as they do on one
   connection; those of different pairs share links and NICs (sharing.py). It arrives `latency` after its last byte has
   left. With `late`, the start of each is put off that long, any number at once, as Job(latency=) does for measurements.
+* What a rank hands on goes on while it comes (relays.py).
 * A computation with collectives starts when all ranks that it brings together are there (exchanges.py).
 * AR starts when all replicas of the rank are there. It is a ring, in which every rank sends and receives 2(n-1)/n of
   the bytes over its link to the next one. It takes 2(n-1) latencies. The ranks go on meanwhile; the first U, P or N of
@@ -32,22 +33,21 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from penstock.ir.action_kinds import ACTION_KINDS, DROP, LET_GO, SUM
+from penstock.ir.action_kinds import DROP, LET_GO, SUM
 from penstock.ir.schedule import (
     COMPUTE,
     COPIES,
+    HANDS,
     MESSAGES,
-    RECEIVE_OF,
     RECEIVES,
-    SEND_OF,
     SENDS,
     SUM_USERS,
     Action,
     Program,
-    Routes,
     Schedule,
 )
 from penstock.support.errors import UsageError, VerifyError
@@ -57,6 +57,7 @@ from .cores import Burst, Core, Cores
 from .exchanges import Gatherings
 from .machine import FREE, Route, Seat, SimulatedMachine
 from .moving import MessageChannel, RankPair, move
+from .relays import Relays
 from .result import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
 from .sharing import Resource, Sharing
 
@@ -65,30 +66,6 @@ Bytes = Callable[[str, int, int], float]
 
 # Bytes per second below which 2^64 bytes would take longer than a float can say.
 _DEAD = sys.float_info.min * 2.0**64
-
-
-def wire_chain(schedule: Schedule) -> Schedule:
-    """Add sends and receives around the computations of a plain chain, as `communicate` does. Each stage takes the
-    values of the stage before it, and the gradient of the stage after it. Where stages lie on several ranks,
-    `passes.late_updates.sum_late` comes first."""
-    present = {(a.kind, a.stage) for a in schedule.actions()}
-    routes, packed = Routes(schedule), any(len(schedule.stages_of(rank)) > 1 for rank in schedule.ranks)
-
-    def surround(rank: int, action: Action) -> list[Action]:
-        kind, stage, mb = action.kind, action.stage, action.mb
-        way = ACTION_KINDS[kind].way
-        if not way:
-            return [action]
-        source, target = stage - way, stage + way
-        sources = [routes.source(rank, kind, source, mb)] if (kind, source) in present else []
-        targets = routes.targets(rank, kind, stage, target, mb) if (kind, target) in present else []
-        before, after = (
-            [Action(messages[kind], stage, mb, None, peer, end if packed else None) for peer in peers if peer != rank]
-            for messages, peers, end in ((RECEIVE_OF, sources, source), (SEND_OF, targets, target))
-        )
-        return [*before, action, *after]
-
-    return schedule.rewrite_ranks(surround)
 
 
 def simulate(
@@ -110,13 +87,14 @@ def simulate(
 
 # ------------------------------------------------------------------------------------------------ events
 
-_RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER, _COPY = range(7)
+_RECEIVE, _SEND, _REDUCE, _COMPUTE, _TAKE, _OTHER, _COPY, _HAND = range(8)
 CODES = {
     **dict.fromkeys(RECEIVES, _RECEIVE),
     **dict.fromkeys(SENDS, _SEND),
     **dict.fromkeys(COMPUTE, _COMPUTE),
     SUM: _REDUCE,
     **dict.fromkeys(COPIES, _COPY),
+    **dict.fromkeys(HANDS, _HAND),
     **dict.fromkeys((LET_GO, DROP), _OTHER),
 }
 _WAKE, _READY, _END, _REDUCED, _COMPUTED = range(5)
@@ -161,6 +139,7 @@ class _Simulation:
         self.posts = (
             {rank: self._posts(line) for rank, line in self.lines.items()} if self.transport.posted is not None else {}
         )
+        self.relays = Relays(self.stage_of, self.lines.values(), _RECEIVE, _HAND)
         self._take_seats()
 
     def push(self, time: float, code: int, what: object, extra: int = 0) -> None:
@@ -177,7 +156,7 @@ class _Simulation:
             for kind, peer in dict.fromkeys((a.kind, a.peer) for a in (*program.start, *program.batch)):
                 if kind in MESSAGES:
                     assert peer is not None
-                    source, target = (rank, peer) if kind in SENDS else (peer, rank)
+                    source, target = (peer, rank) if kind in RECEIVES else (rank, peer)
                     if (source, target) not in routes:
                         routes[source, target] = [self.machine.route(source, target)]
                 elif CODES[kind] == _REDUCE:
@@ -216,7 +195,7 @@ class _Simulation:
                 code = CODES[a.kind]
                 if reduces and a.kind in SUM_USERS:
                     code = _TAKE
-                channel = self._channel(rank, a) if code in (_SEND, _RECEIVE) else None
+                channel = self._channel(rank, a) if code in (_SEND, _RECEIVE, _HAND) else None
                 lasts = seconds(rank, a)
                 if not 0 <= lasts < math.inf:
                     raise UsageError(f"an action cannot take {lasts} seconds", where=f"rank {rank}, {a}")
@@ -411,12 +390,13 @@ class _Simulation:
             self.messages[rank, position] = message
         return True
 
-    def _send(self, channel: MessageChannel, mb: int, now: float, position: int) -> None:
+    def _send(self, channel: MessageChannel, mb: int, now: float, position: int, sent: float | None = None) -> None:
+        sent = now if sent is None else sent
         posted = 0.0 if self.transport.posted is None else channel.posted.pop(mb, None)
         if posted is None:
-            channel.sent[mb] = (now, position)
+            channel.sent[mb] = (sent, position)
         else:
-            self._meet(channel, mb, now, now, position, posted)
+            self._meet(channel, mb, now, sent, position, posted)
 
     def _post(self, channel: MessageChannel, mb: int, now: float) -> None:
         sent = channel.sent.pop(mb, None)
@@ -440,12 +420,19 @@ class _Simulation:
         size = channel.nbytes
 
         def arrive(begun: float, end: float) -> None:
+            arrived = self.relays.arrived(channel, mb, end, partial(arrive, begun)) if self.relays else end
+            if arrived is None:
+                return
+            end = arrived
             message = Message(channel.source, position, sent, posted, now, begun, end)
             channel.arrived[mb] = message
             if channel.awaited == mb:
                 channel.awaited = -1
                 self.push(end, _WAKE, channel.target)
 
+        if self.relays:
+            for link, at in self.relays.begun(channel, mb, now):
+                self._send(link.channel, mb, now, link.positions[mb], at)
         move(
             self.sharing,
             channel.pair,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.ir.action_kinds import ACTION_KINDS
-from penstock.ir.schedule import MESSAGES, SENDS, Action, Schedule
+from penstock.ir.schedule import HANDS, MESSAGES, SEND_OF, SENDS, Action, Schedule
 from penstock.support.errors import PeerLost, UsageError
 
 # A channel of a rank: the kind of its actions, and the peer. Where ranks run several stages the stages follow the kind,
@@ -65,6 +65,8 @@ def end_of(action: Action) -> End:
     assert action.peer is not None
     if action.end is None:
         return action.kind, action.peer
+    if action.kind in HANDS:
+        return f"{SEND_OF[action.phase]}/{action.end}>{action.stage}", action.peer
     source, target = (action.stage, action.end) if action.kind in SENDS else (action.end, action.stage)
     return f"{action.kind}/{source}>{target}", action.peer
 

@@ -54,6 +54,10 @@ WORDS = {
     "SB": "send of the gradient of microbatch",
     "RF": "receive of microbatch",
     "RB": "receive of the gradient of microbatch",
+    "HF": "handing on of microbatch",
+    "HB": "handing on of the gradient of microbatch",
+    "HP": "handing on of parts of gradients of batch",
+    "HN": "handing on of the norm of the gradients of batch",
 }
 
 

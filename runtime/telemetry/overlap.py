@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
-from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.ir.schedule import HANDS, RECEIVES, SENDS, Action
 from penstock.ir.sharding.tile_messages import ends_of, message_values
 
 from .trace import Event
@@ -54,7 +54,7 @@ def overlap_of(ranks: Sequence[Sequence[Event]], module: Module) -> Overlap:
     for rank, events in enumerate(ranks):
         for text, start, end in events:
             action = Action.parse(text.partition(" ")[0])
-            if action.kind in SENDS:
+            if action.kind in SENDS or action.kind in HANDS:
                 sent[(*action.channel(rank), action.mb)] = start
             elif action.kind in RECEIVES:
                 assert action.peer is not None

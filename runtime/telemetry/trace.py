@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.ir.graph import Module
-from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.ir.schedule import HANDS, RECEIVES, SENDS, Action
 from penstock.runtime.messages.ledger import CopyTimes, LedgerEntry
 from penstock.support.errors import PenstockError
 from penstock.support.words import numbered
@@ -122,7 +122,7 @@ def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]
             assert action.peer is not None
             # A time inside of the slice binds an arrow to it.
             middle = (start + end) / 2
-            if action.kind in SENDS:
+            if action.kind in SENDS or action.kind in HANDS:
                 ends["s"][rank, action.peer, action.phase, action.mb] = middle
             elif action.kind in RECEIVES:
                 ends["f"][action.peer, rank, action.phase, action.mb] = middle

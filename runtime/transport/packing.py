@@ -20,7 +20,7 @@ import torch
 
 from penstock.ir.graph import Value
 from penstock.ir.messages import Parcel, parcels
-from penstock.ir.sharding.tile_messages import EdgeEnds, TileMessages
+from penstock.ir.sharding.tile_messages import EdgeEnds, TileMessages, TileSlice
 from penstock.ir.types import TensorType
 from penstock.runtime.state.store import CPU, TORCH_DTYPES, Recycled, allocate
 
@@ -52,26 +52,32 @@ class EdgePacking:
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the messages that carry these values, which are contiguous."""
-        messages = []
-        for parcel, lend in zip(self.parcels, self._lend, strict=True):
-            if len(parcel.numbers) == 1:
-                messages.append(tensors[parcel.numbers[0]])
-                continue
-            message = lend()
-            for number, place in zip(parcel.numbers, parcel.places, strict=True):
-                self._part(message, number, place).copy_(tensors[number])
-            messages.append(message)
-        return messages
+        return [
+            self.message(i, [tensors[number] for number in parcel.numbers]) for i, parcel in enumerate(self.parcels)
+        ]
+
+    def message(self, i: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a message that carries its values."""
+        parcel = self.parcels[i]
+        if len(parcel.numbers) == 1:
+            return tensors[0]
+        message = self._lend[i]()
+        for number, place, tensor in zip(parcel.numbers, parcel.places, tensors, strict=True):
+            self._part(message, number, place).copy_(tensor)
+        return message
+
+    def values_in(self, i: int, message: torch.Tensor) -> list[torch.Tensor]:
+        """Return the values that a message carries."""
+        parcel = self.parcels[i]
+        if len(parcel.numbers) == 1:
+            return [message]
+        return [self._part(message, *at) for at in zip(parcel.numbers, parcel.places, strict=True)]
 
     def unpack(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values, in the order of the edge."""
         values = dict(self._empty)
-        for parcel, message in zip(self.parcels, messages, strict=True):
-            if len(parcel.numbers) == 1:
-                values[parcel.numbers[0]] = message
-                continue
-            for number, place in zip(parcel.numbers, parcel.places, strict=True):
-                values[number] = self._part(message, number, place)
+        for i, (parcel, message) in enumerate(zip(self.parcels, messages, strict=True)):
+            values.update(zip(parcel.numbers, self.values_in(i, message), strict=True))
         return [values[number] for number in range(len(self._values))]
 
     def _memory(self, parcel: Parcel) -> TensorType:
@@ -126,6 +132,14 @@ class TiledMessages:
         """Return the values in the messages of one rank to another."""
         return tuple(piece.value for piece in self._messages.slices(ends, sender, taker))
 
+    def pieces(self, ends: EdgeEnds, sender: int, taker: int) -> tuple[TileSlice, ...]:
+        """Return the slices in the messages of one rank to another."""
+        return self._messages.slices(ends, sender, taker)
+
+    def handed_on(self, ends: EdgeEnds, unit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks that this one hands tiles on to, and those that it has them from."""
+        return self._messages.handed_to(ends, self._rank, unit), self._messages.senders(ends, self._rank, unit)
+
     def cut(self, ends: EdgeEnds, taker: int, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return what this rank sends to another, contiguous."""
         pieces = self._messages.slices(ends, self._rank, taker)
@@ -133,7 +147,7 @@ class TiledMessages:
 
     def put(self, ends: EdgeEnds, sender: int, unit: int, tiles: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put tiles of a microbatch or batch in their places. Return the parts of which these are the first."""
-        senders = self._messages.senders(ends, self._rank, (sender,))
+        senders = self._messages.senders(ends, self._rank, unit)
         parts, known = self._coming.setdefault((ends, unit), ({}, set()))
         before = set(parts)
         pieces = self._messages.slices(ends, sender, self._rank)

@@ -5,10 +5,11 @@ microbatch, in few messages. Large values go straight from and into their tensor
 Between ranks that share a host's memory they are copied there (shared_memory.py), and GPUs of a host write to each
 other's memory (ipc_wire.py). Between other GPUs NCCL carries them (device_wire.py). Between all others gloo does.
 Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its
-receiver computes. A receive that finds its channel full is posted as soon as one before it is taken, while that one is
-waited for. Gloo moves data in its own thread. A send holds its tensor until the peer has it, which one thread per
-channel waits for (senders.py). Every wait has a deadline, and a failure names the rank that waited, its peer and the
-message. After a timeout gloo closes the connection, so a timeout is final.
+receiver computes. What other ranks of the stage need, too, is handed on while it comes (gloo_wire.py). A receive that
+finds its channel full is posted as soon as one before it is taken, while that one is waited for. Gloo moves data in its
+own thread. A send holds its tensor until the peer has it, which one thread per channel waits for (senders.py). Every
+wait has a deadline, and a failure names the rank that waited, its peer and the message. After a timeout gloo closes the
+connection, so a timeout is final.
 
 Over gloo, a stage on a GPU sends from pinned host memory. A thread of the channel waits for the copy, and sends then. A
 receive goes to pinned memory, too, and is copied to the GPU at its action. So every edge works for every pair of
@@ -40,7 +41,7 @@ from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import Edge, Value
 from penstock.ir.memory.walk import POSTED, SENDS_TOGETHER
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import SENDS, Action
+from penstock.ir.schedule import HAND_OF, RECEIVES, SENDS, Action
 from penstock.ir.sharding.tile_messages import TileMessages
 from penstock.runtime.group.group import Team, time_span
 from penstock.runtime.group.neighbours import End, end_of
@@ -54,7 +55,7 @@ from penstock.support.out_of_memory import is_out_of_memory
 from penstock.support.words import counted
 
 from .device_wire import DeviceWire
-from .gloo_wire import CopiedWire, GlooWire
+from .gloo_wire import CopiedWire, GlooWire, HandedOn, HandingLink
 from .ipc_wire import IpcIncoming, IpcOutgoing
 from .overdue import DeviceWork, Overdue
 from .packing import EdgePackings, TiledMessages
@@ -127,6 +128,7 @@ class RankTransport:
         self._shared = Recycled(memory=self._blocks.allocate)
         self._channels: dict[tuple[str, int | None, int, int | None], _Channel] = {}
         self._failed: Failures = []
+        self._relays = HandedOn(self._failed, self._note_handed)
         self.ledger: Ledger | None = None
         # The communicators of channels between GPUs, the channels whose GPUs write to each other's memory, and who
         # looks after what devices wait for.
@@ -198,6 +200,39 @@ class RankTransport:
             raise self._lost(action, error) from error
         if works:
             sender.hold(action, works)
+
+    def hand_on(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send what has come to another rank of the stage, if that does not go on since it comes (gloo_wire.py)."""
+        try:
+            if self._relays.finish(action, self._timeout):
+                return
+        except LOST as error:
+            raise self._lost(action, error) from error
+        self.send(action, tensors)
+
+    def _note_handed(self, action: Action, message: torch.Tensor) -> None:
+        if self.ledger is not None:
+            self._note("send", action, message)
+
+    def _links(self, action: Action) -> list[HandingLink]:
+        """Return the channels on which what a receive brings is handed on as it comes."""
+        ends, tiles, links = self._ends_of(action), self._tiles_of(action), list[HandingLink]()
+        assert tiles is not None
+        for target in tiles.handed_on(ends, action.holder)[0]:
+            link = Action(HAND_OF[action.phase], action.stage, action.mb, None, target, ends[0])
+            channel = self._channels.get((link.kind, target, link.stage, link.end)) or self._open(link)
+            if isinstance(channel.outgoing, GlooWire) and channel.link is None:
+                assert channel.sender is not None
+                packing, pieces = channel.packings.of(action.mb), tiles.pieces(ends, self.rank, target)
+                links.append(HandingLink(link, pieces, packing, channel.outgoing, channel.sender))
+        return links
+
+    def _is_relayed(self, action: Action) -> bool:
+        """Return whether what a receive brings is handed on, and all that goes with it comes over gloo."""
+        if self.device != CPU or (tiles := self._tiles_of(action)) is None:
+            return False
+        targets, senders = tiles.handed_on(self._ends_of(action), action.holder)
+        return bool(targets) and not {peer for _, peer in (*self._near, *self._far)} & set(senders)
 
     def _start(self, action: Action, outgoing: Outgoing, prepared: Sequence[torch.Tensor]) -> Works:
         works = outgoing.start(action.mb, prepared)
@@ -326,6 +361,13 @@ class RankTransport:
             messages, works = channel.incoming.post(action.mb)
         except LOST as error:
             raise self._lost(action, error) from error
+        if self._tiles and self._is_relayed(action):
+            tiles, ends = self._tiles_of(action), self._ends_of(action)
+            assert tiles is not None
+            assert action.peer is not None
+            arriving, links = (channel.packings.of(action.mb), messages, works), partial(self._links, action)
+            pieces = tiles.pieces(ends, action.peer, self.rank)
+            works = self._relays.follow(action, ends[0], links, pieces, arriving)
         channel.posted[action.mb] = (messages, works)
         if self.ledger is not None and self.device == CPU:
             for message in messages:
@@ -342,7 +384,7 @@ class RankTransport:
         near = None if end in self._far else self._near.get(end)
         packings = self._packings_of(action)
         channel = self._channels[action.kind, peer, action.stage, action.end] = _Channel(packings)
-        if action.kind in SENDS:
+        if action.kind not in RECEIVES:
             note_sent = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
             # A message to shared memory that has to wait is written by the thread, so it is handed to that at once.
             channel.sender = Sender(self._timeout, self._failed, note_sent, few=SENDS_TOGETHER if near is None else 1)
@@ -357,7 +399,7 @@ class RankTransport:
 
     def _packings_of(self, action: Action) -> EdgePackings:
         """Return the messages of a channel, in memory that its wire can take them from or write them to."""
-        end, sends = end_of(action), action.kind in SENDS
+        end, sends = end_of(action), action.kind not in RECEIVES
         if end in self._far or end in self._direct or (sends and (end in self._near or self.device != CPU)):
             # A GPU packs in its own memory, and copies whole messages.
             buffers = Recycled(self.device)

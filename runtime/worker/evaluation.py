@@ -26,7 +26,7 @@ from penstock.ir.action_kinds import DROP, FORWARD
 from penstock.ir.batch_shares import loss_stage, microbatch_size
 from penstock.ir.graph import MICROBATCH, Edge, Module
 from penstock.ir.ops import OPS
-from penstock.ir.schedule import RECEIVE_OF, RECEIVES, SEND_OF, Action, Routes
+from penstock.ir.schedule import HAND_OF, RECEIVE_OF, RECEIVES, SEND_OF, Action, Routes
 from penstock.ir.sharding.tile_messages import tile_messages
 from penstock.runtime.data.samples import FileSamples, check_data
 from penstock.runtime.messages.control import DataSpec
@@ -200,14 +200,21 @@ def _actions(module: Module, routes: Routes, rank: int, stage: int, mb: int) -> 
     def sources(edge: Edge, taker: int) -> tuple[int, ...]:
         ends = (edge.src, edge.dst, edge.phase)
         if ends in tiles:
-            return tiles.senders(ends, taker, routes.source_team(taker, FORWARD, edge.src, mb))
+            return tiles.senders(ends, taker, mb)
         return (routes.source(taker, FORWARD, edge.src, mb),)
 
+    fellows = [other for other in routes.team(rank) if other != rank]
     for edge in module.edges:
         if edge.dst == stage and edge.phase == FORWARD:
             for peer in sources(edge, rank):
                 if peer != rank:
-                    yield Action(RECEIVE_OF[FORWARD], stage, mb, peer=peer, end=end(edge.src))
+                    handed = peer in fellows
+                    yield Action(RECEIVE_OF[FORWARD], stage, mb, peer=peer, end=edge.src if handed else end(edge.src))
+    for edge in module.edges:
+        if (edge.src, stage, FORWARD) in tiles and (edge.dst, edge.phase) == (stage, FORWARD):
+            for peer in fellows:
+                if rank in sources(edge, peer):
+                    yield Action(HAND_OF[FORWARD], stage, mb, peer=peer, end=edge.src)
     yield Action(FORWARD, stage, mb)
     for edge in _leaving(module, stage):
         for peer in routes.takers(FORWARD, edge.dst, mb):

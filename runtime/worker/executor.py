@@ -29,15 +29,7 @@ from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value
 from penstock.ir.liveness import changed_vars
 from penstock.ir.memory.saved_sets import moves_saved
 from penstock.ir.memory.walk import LOOK_AHEAD
-from penstock.ir.schedule import (
-    ADDERS,
-    COMPUTE,
-    READERS,
-    RECEIVES,
-    SENDS,
-    SUM_USERS,
-    Action,
-)
+from penstock.ir.schedule import ADDERS, COMPUTE, HANDS, READERS, RECEIVES, SENDS, SUM_USERS, Action
 from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
@@ -357,6 +349,10 @@ class Executor:
             else:
                 self.store.keep_only(action.mb, self._of(action.mb).sent_later[action.kind])
 
+    def hand_on(self, action: Action) -> None:
+        edge = self.transport.edge_of(action)
+        self.transport.hand_on(action, {value.name: self._value(action.holder, value) for value in edge.values})
+
     def receive(self, action: Action) -> None:
         self.store.put_all(action.holder, self.transport.receive(action))
 
@@ -481,6 +477,7 @@ HANDLERS: dict[str, Callable[[Executor, Action], None]] = {
     UPDATE: Executor.update,
     **dict.fromkeys(SENDS, Executor.send),
     **dict.fromkeys(RECEIVES, Executor.receive),
+    **dict.fromkeys(HANDS, Executor.hand_on),
     SUM: Executor.sum_up,
     COPY_IN: Executor.copy_in,
     COPY_OUT: Executor.copy_out,

@@ -88,10 +88,10 @@ def test_rows_agree_with_each_other() -> None:
         assert {*row.takes, *row.saved_by, row.after, row.part_of, row.phase, row.partner} <= {*KINDS, ""}
         assert row.computes == (row.phase == name)
         assert bool(row.phase) == bool(row.words)
-        assert (row.does in ("sends", "receives")) == bool(row.partner)
+        assert (row.does in ("sends", "receives", "hands on")) == bool(row.partner)
         if row.partner:
             partner = ACTION_KINDS[row.partner]
-            assert partner.partner == name
+            assert partner.partner == name or row.does == "hands on"
             assert partner.does != row.does
             assert (partner.phase, partner.per) == (row.phase, row.per)
             assert row.per == ACTION_KINDS[row.phase].per
@@ -102,7 +102,26 @@ def test_rows_agree_with_each_other() -> None:
 
 def test_the_tuples_are_those_of_the_text_of_the_ir() -> None:
     """Dumps and bundles name kinds, and write some as their number."""
-    assert (*"FRBWPNU", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "L", "D", "CI", "CO") == KINDS
+    assert (
+        *"FRBWPNU",
+        "SF",
+        "RF",
+        "SB",
+        "RB",
+        "SP",
+        "RP",
+        "SN",
+        "RN",
+        "AR",
+        "L",
+        "D",
+        "CI",
+        "CO",
+        "HF",
+        "HB",
+        "HP",
+        "HN",
+    ) == KINDS
     assert tuple("FRBWPNU") == COMPUTE
     assert PHASES == ("F", "B", "P", "N")
     assert TAKERS == {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",)}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.ir.action_kinds import ACTION_KINDS, CHUNK_ITEM, STATE_ITEM
 from penstock.ir.cluster.cluster import Cluster, Device, Link, Space
 from penstock.ir.graph import ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
-from penstock.ir.schedule import KINDS, RECEIVES, SENDS, Action, Program, Schedule
+from penstock.ir.schedule import KINDS, MESSAGES, Action, Program, Schedule
 from penstock.ir.types import DTYPES, TensorType
 
 names = st.from_regex(r"[A-Za-z0-9_./:\-]{1,8}", fullmatch=True)
@@ -46,7 +46,7 @@ def graphs(draw: st.DrawFn, name: str) -> Graph:
 @st.composite
 def actions(draw: st.DrawFn) -> Action:
     kind, peer, end = draw(st.sampled_from(KINDS)), None, None
-    if kind in (*SENDS, *RECEIVES):
+    if kind in MESSAGES:
         peer, end = draw(st.integers(0, 99)), draw(st.none() | st.integers(0, 99))
     stage, number, version = (
         draw(st.integers(0, 99)),

@@ -12,7 +12,12 @@ from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import REPLICAS, Mesh
 from penstock.ir.sharding.between_meshes import moved_axes
 from penstock.ir.sharding.paths import COLLECTIVE
+from penstock.ir.sharding.tile_messages import parcels_of
+from penstock.ir.sharding.tiles import Ranges, tile_of
 from penstock.ir.types import TensorType
+
+# A chain of fewer parcels is hardly done sooner than one host after the other.
+FEWEST_PARCELS = 4
 
 
 class Landing(NamedTuple):
@@ -44,7 +49,8 @@ def arrival(left: TensorType, wanted: TensorType, meshes: tuple[Mesh, Mesh], clu
     if share is not None:
         return Landing(share, True)
     if moved_axes(source, target).isdisjoint((*left.every_axis, *bare.every_axis)):
-        return Landing(left, False)
+        chained = left == bare and _is_worth_a_chain(bare, source, target, cluster)
+        return Landing(left, chained)
     hosts = set(target.devices) if cluster is None else {cluster.device(name).host for name in target.devices}
     at_places = _at_places(left, source, target) if len(hosts) == 1 else None
     return Landing(bare, True) if at_places is None else Landing(at_places, False)
@@ -62,6 +68,24 @@ def _at_places(t: TensorType, source: Mesh, target: Mesh) -> TensorType | None:
     if sizes[0] != sizes[1] or [split[i] for i in dims] != [here] or t.blocks_of(dims[0]) != 1:
         return None
     return t.plain.laid(tuple(there if i in dims else () for i in range(t.rank)))
+
+
+def _is_worth_a_chain(t: TensorType, source: Mesh, target: Mesh, cluster: Cluster | None) -> bool:
+    """Return whether more hosts take a part than have it at the source, so that hosts may hand it on in parcels
+    (passes/communicate/senders.py)."""
+    if cluster is None or parcels_of(t.local(target.sizes).nbytes) < FEWEST_PARCELS:
+        return False
+    takers, senders = (_hosts_of_parts(t, mesh, cluster) for mesh in (source, target)[::-1])
+    known = {cluster.device(name).host for name in source.devices}
+    return any(len(hosts - known) > len(senders.get(part, ())) for part, hosts in takers.items())
+
+
+def _hosts_of_parts(t: TensorType, mesh: Mesh, cluster: Cluster) -> dict[Ranges, set[str]]:
+    """Return the hosts that have each part of a tensor, of one team."""
+    hosts: dict[Ranges, set[str]] = {}
+    for place in mesh.teams()[0]:
+        hosts.setdefault(tile_of(t, mesh, place).ranges, set()).add(cluster.device(mesh.devices[place]).host)
+    return hosts
 
 
 def _scattered(t: TensorType, source: Mesh, target: Mesh, cluster: Cluster | None) -> TensorType | None:

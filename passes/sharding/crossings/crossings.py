@@ -9,7 +9,7 @@ Three ways are tried in this order (arrivals.py):
 2. Ranks at the same places of both teams have the same parts, or would have if the value were split over other axes,
    and takers are on one host. Each sends its part, and the stage that takes the value gathers what it needs. No edge is
    written.
-3. Each rank is sent the tiles that it needs.
+3. Each rank is sent the tiles that it needs. So is a value that more hosts take than have it: they may hand it on.
 
 Where an edge is needed for one value, it names all values from the one stage to the other, whole, with their layouts at
 both ends (ir/sharding/tile_messages.py). The pass `communicate` chooses who sends.
@@ -46,7 +46,9 @@ def between_meshes(module: Module) -> Module:
             if any(c.arrivals[ends[1]].in_tiles for c in ways):
                 values = tuple(c.sent for c in ways)
                 to = tuple(c.arrivals[ends[1]].type for c in ways)
-                edges.append(Edge(*ends, phase, values, to if to != tuple(v.type for v in values) else ()))
+                # Values that are whole on both sides travel in tiles where the edge says how they arrive.
+                is_told = all(value.type.is_plain for value in values)
+                edges.append(Edge(*ends, phase, values, to if is_told or to != tuple(v.type for v in values) else ()))
     return module.but(graphs=graphs, edges=tuple(edges)) if edges or graphs != module.graphs else module
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from penstock.ir.cluster.cluster import Cluster, Device, Host
 from penstock.ir.graph import Edge, Mesh, Value
-from penstock.ir.sharding.tile_messages import TileEnds
+from penstock.ir.sharding.tile_messages import TileEnds, TileSender
 from penstock.ir.types import parse_type
-from penstock.passes.communicate.senders import EXACT, SenderChoice
+from penstock.passes.communicate.senders import EXACT, SenderChoice, best_choice, chains
 from penstock.passes.sharding.crossings.arrivals import arrival
 
 RATE = 1e8
@@ -117,16 +117,21 @@ def test_what_arrives_are_slices_of_the_whole_value(case: Case, scatter: bool) -
     ends, cluster = _ends(case, scatter=scatter)
     (value,), (arrived,) = ends.edge.values, ends.edge.to
     whole = np.arange(1, value.type.size + 1, dtype=np.float64).reshape(value.type.dims)
-    for taker, senders in SenderChoice(ends, cluster).best().items():
+    for taker, senders in best_choice(ends, cluster).best().items():
         part = np.zeros(arrived.local(ends.target.sizes).dims)
         for sender, pieces in ends.slices(senders, taker).items():
-            held = _part(whole, _elements(case.before, ends.source, sender))
+            held = _part(whole, _elements(*_there(ends, case, str(arrived), sender)))
             for piece in pieces:
                 assert not part[piece.put].any(), "sent twice"
                 part[piece.put] = held[piece.taken]
             assert pieces
         expected = _part(whole, _elements(str(arrived), ends.target, taker))
         np.testing.assert_array_equal(part, expected)
+
+
+def _there(ends: TileEnds, case: Case, arrived: str, sender: TileSender) -> tuple[str, Mesh, int]:
+    """The layout, mesh and place of what a sender has."""
+    return (arrived, ends.target, sender.place) if sender.hands_on else (case.before, ends.source, sender.place)
 
 
 def _needed(
@@ -190,3 +195,91 @@ def test_the_choice_is_as_good_as_an_exhaustive_search(case: Case, monkeypatch: 
     assert everyone_asks_the_first >= least
     if case == SMALL[0]:
         assert everyone_asks_the_first >= 2 * least
+
+
+# ------------------------------------------------------------------------------------------------ chains
+
+
+def _with_parcels(case: Case) -> Case:
+    return case._replace(before=_larger(case.before), after=_larger(case.after))
+
+
+def _published_at_least(ends: TileEnds, cluster: Cluster) -> float:
+    """The least seconds that the solver of Alpa's authors can come to, by its own model: a tile goes from one host to
+    all that take it, and keeps all of these busy for as long as its bytes take."""
+    held, taken = _needed(ends, cluster)
+    hosts_of: list[dict[tuple[int, ...], frozenset[str]]] = [{}, {}]
+    for side, hosts in enumerate((held, taken)):
+        for element in set().union(*hosts.values()):
+            hosts_of[side][element] = frozenset(host for host, own in hosts.items() if element in own)
+    sizes: dict[tuple[frozenset[str], frozenset[str]], int] = {}
+    for element, takers in hosts_of[1].items():
+        key = hosts_of[0][element], takers
+        sizes[key] = sizes.get(key, 0) + 4
+    tasks = list(sizes.items())
+    best = float("inf")
+    for senders in product(*[sorted(holders) for (holders, _), _ in tasks]):
+        busy: dict[str, float] = {}
+        for sender, ((_, takers), nbytes) in zip(senders, tasks, strict=True):
+            for host in {sender, *takers}:
+                busy[host] = busy.get(host, 0.0) + nbytes / RATE
+        best = min(best, max(busy.values()))
+    return best
+
+
+@pytest.mark.parametrize("case", SUITE)
+def test_chains_are_done_as_soon_as_the_published_solver_can_be(case: Case) -> None:
+    """The busiest card is a bound from below: each host takes what it needs once, and what one host alone has leaves it
+    once. Beside the bytes there is the way of the first parcel through the chain."""
+    ends, cluster = _ends(_with_parcels(case), scatter=True)
+    choice = best_choice(ends, cluster)
+    small, _ = _ends(case, scatter=False)
+    scale = ends.edge.values[0].type.size / small.edge.values[0].type.size
+    held, taken = _needed(small, cluster)
+    bytes_in = max(4 * len(elements) for elements in taken.values())
+    every = set().union(*taken.values())
+    alone = {host: own.difference(*(e for other, e in held.items() if other != host)) for host, own in held.items()}
+    bytes_out = max(4 * len(own & every) for own in alone.values())
+    seconds = choice.makespan(choice.best())
+    assert seconds >= max(bytes_in, bytes_out) * scale / RATE * (1 - 1e-9)
+    filling = 1 + case.target[0] / 8
+    assert seconds <= _published_at_least(small, cluster) * scale * filling
+
+
+def _one_to_hosts(count: int, text: str) -> tuple[TileEnds, Cluster]:
+    case = Case((1, 1), (count, 1), text, text)
+    return _ends(case, scatter=False)
+
+
+def test_a_chain_of_hosts_takes_a_third_of_one_after_the_other() -> None:
+    ends, cluster = _one_to_hosts(3, "f32[2048,1024]")
+    once = ends.edge.values[0].type.nbytes / RATE
+    apart, chosen = SenderChoice(ends, cluster), best_choice(ends, cluster)
+    assert apart.makespan(apart.best()) == pytest.approx(3 * once)
+    assert once < chosen.makespan(chosen.best()) < 1.1 * once
+    assert chosen.best() == {0: (TileSender(0),), 1: (TileSender(0, True),), 2: (TileSender(1, True),)}
+
+
+def test_small_tiles_are_sent_one_by_one() -> None:
+    """They are one parcel, and a chain of whole messages is done no sooner."""
+    ends, cluster = _one_to_hosts(3, "f32[16,16]")
+    assert not any(one.hands_on for line in best_choice(ends, cluster).best().values() for one in line)
+
+
+@pytest.mark.parametrize("case", [*SUITE, *UNEVEN, *SMALL, *(_with_parcels(case) for case in (*SUITE, *SMALL))])
+def test_what_is_handed_on_are_slices_of_the_whole_value(case: Case) -> None:
+    """By every chain, whether it is chosen or not; each place has in full what it hands on."""
+    ends, cluster = _ends(case, scatter=False)
+    names = [[mesh.devices[i] for i in mesh.teams()[0]] for mesh in (ends.source, ends.target)]
+    for fellows in chains(ends, cluster, names):
+        handed = {(0, ends.arrived(0, taker).ranges) for taker, fellow in fellows.items() if ends.alike(fellow, taker)}
+        for taker, senders in SenderChoice(ends, cluster, None, fellows).best().items():
+            come = np.zeros(ends.arrived(0, taker).shape, np.int8)
+            for sender, pieces in ends.slices(senders, taker, handed).items():
+                assert pieces
+                assert not sender.hands_on or ends.arrived(0, sender.place) == ends.arrived(0, taker)
+                for piece in pieces:
+                    come[piece.put] += 1
+                    assert sender.hands_on <= (piece.taken == piece.put)
+            assert int(come.sum()) == ends.arrived(0, taker).size
+            assert come.max(initial=0) <= 1

@@ -28,7 +28,7 @@ from penstock.passes.memory.repeated import again, apart, waiting_numbers
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.schedules.schedule import build_packs, build_schedule
 from penstock.passes.simulator.simulate import simulate as simulated
-from penstock.passes.simulator.simulate import wire_chain
+from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import DoesNotFit, VerifyError
 
 # ------------------------------------------------------------------------------------------------ on paper

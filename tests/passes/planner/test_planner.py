@@ -27,7 +27,8 @@ from penstock.passes.schedules.late_updates import sum_late
 from penstock.passes.schedules.schedule import SCHEDULES as SCHEDULE_KINDS
 from penstock.passes.schedules.schedule import build_schedule
 from penstock.passes.simulator.machine import machine_of
-from penstock.passes.simulator.simulate import simulate, wire_chain
+from penstock.passes.simulator.simulate import simulate
+from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import UsageError
 
 from .brute import best_of_all

@@ -27,7 +27,7 @@ from penstock.passes.schedules.late_updates import sum_late
 from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, build_schedule, schedule
 from penstock.passes.schedules.weight_versions import weight_versions
 from penstock.passes.simulator.simulate import simulate as play
-from penstock.passes.simulator.simulate import wire_chain
+from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import UsageError, VerifyError
 
 FACTS = ("scheduled", "versioned", "wired", "freed")

@@ -23,7 +23,7 @@ from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.schedules.dealing import deal
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
-from penstock.passes.simulator.simulate import wire_chain
+from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import ParseError, UsageError, VerifyError
 
 # Of torch's kinds of computations: a backward whole, or the part of it that gradients of weights are apart from.

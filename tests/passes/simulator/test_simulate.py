@@ -18,7 +18,8 @@ from penstock.passes.schedules.schedule import SCHEDULES, ScheduleOptions, build
 from penstock.passes.simulator.cores import TURN, Core, Cores
 from penstock.passes.simulator.machine import Route, Seat, SimulatedMachine, TransportModel
 from penstock.passes.simulator.sharing import Resource, Task, fair_rates
-from penstock.passes.simulator.simulate import simulate, wire_chain
+from penstock.passes.simulator.simulate import simulate
+from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import UsageError, VerifyError
 
 from .hand_written import EAGER, ONE_WAY, lasting, nothing, played, written

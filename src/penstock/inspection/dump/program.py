@@ -25,7 +25,7 @@ from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.memory.items import stage_images
 from penstock.ir.memory.saved_sets import moves_saved, saved_set
-from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
+from penstock.ir.schedule import COMPUTE, COPIES, HANDS, RECEIVES, SENDS, Action
 from penstock.ir.sharding.tile_messages import ends_of, message_values
 from penstock.passes.simulator.forecast import Forecast
 from penstock.planning.predict import Predicted, predict
@@ -135,13 +135,17 @@ def _sends(module: Module, rank: int, action: Action) -> str:
     return f"send to rank {action.peer}: {_message(module, rank, action)}"
 
 
+def _hands_on(module: Module, rank: int, action: Action) -> str:
+    return f"hand on to rank {action.peer}, from stage {action.end}: {_message(module, rank, action)}"
+
+
 def _receives(module: Module, rank: int, action: Action) -> str:
     return f"receive from rank {action.peer}: {_message(module, rank, action)}"
 
 
 def _message(module: Module, rank: int, action: Action) -> str:
     assert action.peer is not None
-    ranks = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
+    ranks = (action.peer, rank) if action.kind in RECEIVES else (rank, action.peer)
     values = message_values(module, ends_of(action, module.rank_stages()), *ranks)
     return f"{_listed(values)} of {_unit(action)}, {shown_bytes(sum(v.type.nbytes for v in values))}"
 
@@ -151,6 +155,7 @@ DOES: dict[str, Callable[[Module, int, Action], str]] = {
     **dict.fromkeys(COMPUTE, _computes),
     **dict.fromkeys(SENDS, _sends),
     **dict.fromkeys(RECEIVES, _receives),
+    **dict.fromkeys(HANDS, _hands_on),
     SUM: _sums,
     **dict.fromkeys(COPIES, _copies),
     LET_GO: _lets_go,

@@ -21,13 +21,13 @@ from statistics import median
 from typing import Any
 
 from penstock.ir.action_kinds import FORWARD, SUM
-from penstock.ir.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action
+from penstock.ir.schedule import COMPUTE, COPIES, HANDS, RECEIVES, SENDS, Action
 from penstock.passes.simulator.result import Simulated
 
 from .material import RunTrace
 
 # The report shows these; it writes a kind as its number in this list.
-KINDS = (*COMPUTE, *SENDS, *RECEIVES, SUM, *COPIES)
+KINDS = (*COMPUTE, *SENDS, *RECEIVES, *HANDS, SUM, *COPIES)
 TICKS = 1e7
 _MOST = 24000
 _MOST_BATCHES = 24

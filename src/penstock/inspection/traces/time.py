@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from penstock.inspection.kernels.kernels import KernelRow, shown_kinds
 from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import Module
-from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
+from penstock.ir.schedule import HANDS, RECEIVES, SENDS, Action, Schedule
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
 
@@ -160,7 +160,7 @@ def _sends(trace: Trace, schedule: Schedule) -> dict[_Message, float]:
         (action.phase, rank, action.peer, action.mb): span.start
         for rank, row in zip(schedule.ranks, trace.rows, strict=True)
         for action, span in _actions(row, trace)
-        if action.kind in SENDS and action.peer is not None
+        if action.kind in (*SENDS, *HANDS) and action.peer is not None
     }
 
 

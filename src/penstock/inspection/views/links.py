@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from penstock.ir.graph import Module
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import MESSAGES, PHASES, SENDS, Action
-from penstock.ir.sharding.tile_messages import message_values
+from penstock.ir.schedule import HANDS, PHASES, SENDS, Action
+from penstock.ir.sharding.tile_messages import ends_of, message_values
 from penstock.passes.costs.prices import Transfer, cost, shown_seconds
 from penstock.support.errors import UsageError
 from penstock.support.terminal import table
@@ -41,12 +41,12 @@ def _rows(module: Module) -> Iterator[list[str | int]]:
         sends: dict[tuple[int, str, int, int], Action] = {
             (a.peer, a.kind, a.stage, a.other(stages)): a
             for a in (*program.start, *program.batch)
-            if a.kind in MESSAGES and a.kind in SENDS and a.peer is not None
+            if a.kind in (*SENDS, *HANDS) and a.peer is not None
         }
         for (peer, *_), action in sorted(
             sends.items(), key=lambda item: (item[0][0], PHASES.index(item[1].phase), *item[0][2:])
         ):
-            ends = (action.stage, action.other(stages), action.phase)
+            ends = ends_of(action, stages)
             values = message_values(module, ends, rank, peer)
             link = cluster.message_link(devices[rank], devices[peer])
             nbytes, messages = sum(value.type.nbytes for value in values), len(parcels(values))
@@ -54,7 +54,7 @@ def _rows(module: Module) -> Iterator[list[str | int]]:
                 f"{rank} > {peer}",
                 f"{devices[rank]} > {devices[peer]}",
                 action.phase,
-                cluster.carrier(devices[rank], devices[peer]),
+                cluster.carrier(devices[rank], devices[peer]) + (", handed on" if action.kind in HANDS else ""),
                 len(values),
                 messages,
                 shown_bytes(nbytes),
