@@ -29,19 +29,21 @@ never more than the slowest stage.
            + max over s of  max_j (n_j - 1) t_j + (ceil(m / r_s) - 1) c_s + a_s  and  (m - 1) l_s
 
 gpipe's messages overlap: no c_s inside the maximum. zb-1f1b: max_j max(t_j - 2 g_j, 0) in the sum, and 2 max_j g_j more
-in the maximum, with g_j the seconds of weight gradients. The simulator agrees with these formulas for 2bw and
-eager-2bw, and for 1f1b where stages are equal and messages take no time; otherwise they are a little high for 1f1b, and
-within some percent for gpipe and zb-1f1b (docs/planner.md).
+in the maximum, with g_j the seconds of weight gradients. The schedule forward, for inference,
+is gpipe without backwards and updates: with m = 1 its step is the time of one microbatch from input to output.
+
+The simulator agrees with these formulas for 2bw and eager-2bw, and for 1f1b where stages are equal and messages take no
+time; otherwise they are a little high for 1f1b, and within some percent for gpipe and zb-1f1b (docs/planner.md).
 
 Bytes of a replica: parameters * versions + gradients + optimiser state + activations + workspace + transport buffers +
-batches that wait (on CPUs) + base. On a GPU CUDA's own memory and workspaces of libraries come on top, and in place of
-batches two buffers for inputs and for each direction of a boundary. There are 2 versions when delayed. With level 1 of
-zero a replica has its part of the optimiser state; bytes between replicas and seconds stay the same. Gradients count
-twice when delayed and replicated: those of a batch wait for other replicas while the next one adds up. Activations are
-saved * in flight. With recomputation they are inputs * in flight + saved of one. With recomputation in parts they are
-(inputs + values over the cuts between parts) * in flight + saved of the largest part. The cuts are those that take
-least. Seconds are those of computing all of it again. Buffers are POSTED receives and one send of every boundary; of
-small messages the runtime holds up to 1 MiB a channel more.
+batches that wait (on CPUs; with forward, microbatches) + base. On a GPU CUDA's own memory and workspaces of libraries
+come on top, and in place of batches two buffers for inputs and for each direction of a boundary. There are 2 versions
+when delayed. With level 1 of zero a replica has its part of the optimiser state; bytes between replicas and seconds
+stay the same. Gradients count twice when delayed and replicated: those of a batch wait for other replicas while the
+next one adds up. Activations are saved * in flight. With recomputation they are inputs * in flight + saved of one. With
+recomputation in parts they are (inputs + values over the cuts between parts) * in flight + saved of the largest part.
+The cuts are those that take least. Seconds are those of computing all of it again. Buffers are POSTED receives and one
+send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
 
 `step` also holds the sums of the boundaries and rings of different stages on one NIC. For schedules that drain, it
 holds the rings of all stages there, one after another, behind the pipeline. `pipe` leaves that out, because a search
@@ -224,7 +226,7 @@ def memory_of(table: Table, fleet: Fleet, plan: PipelinePlan, base: int) -> dict
             if (kinds[i], share) not in alike:
                 device = fleet.devices[i]
                 held = kind.in_flight(share, warm, earlier, replicas)
-                data = table.data(part.first, part.last, device, plan.size * plan.count)
+                data = table.data(part.first, part.last, device, plan.size * kind.waiting(plan.count))
                 fixed = fixed_bytes(
                     table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero
                 )

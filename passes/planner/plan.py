@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.ir.schedule_names import TRAINING
+from penstock.ir.schedule_names import NAMES, TRAINING
 from penstock.support.errors import UsageError
 
 
@@ -33,9 +33,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         problems = [
-            f"unknown schedule {s!r}, expected one of {', '.join(TRAINING)}"
-            for s in self.schedules
-            if s not in TRAINING
+            f"unknown schedule {s!r}, expected one of {', '.join(NAMES)}" for s in self.schedules if s not in NAMES
         ]
         if self.recompute not in ("auto", "none", "all", "parts"):
             problems.append(f"recompute is auto, none, all or parts, got {self.recompute!r}")

@@ -78,6 +78,7 @@ class Planner:
         self._tables: dict[int, Table] = {}
         self._speeds: dict[int, list[float]] = {}
         self._wholes: dict[int, float] = {}
+        self._leasts: dict[int, float] = {}
         self._places: list[DeviceLayout | DeviceSets] = []
         self._costs: dict[tuple[str, int, int], Stages] = {}
         self._parts: Planner | None = None
@@ -192,6 +193,13 @@ class Planner:
             share = np.where(seconds > 0, reference / np.maximum(seconds, 1e-300), np.where(reference > 0, np.inf, 0.0))
             speed_of[kind] = float(share.max())
         return [speed_of[kind] for kind in self.kinds]
+
+    def _least(self, b: int) -> float:
+        """Return the seconds of a microbatch with every layer on the device that is fastest for it."""
+        if b not in self._leasts:
+            rows = [self.table(b).times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)]
+            self._leasts[b] = float(np.minimum.reduce([np.diff(row[0] + row[1]) for row in rows]).sum())
+        return self._leasts[b]
 
     def _whole(self, b: int) -> float:
         """Return the seconds of a microbatch on the fastest device."""
@@ -346,7 +354,7 @@ class Planner:
             most = len(speeds) if layout is None else int(layout.replicas.max())
         busy = count * seconds / max(together, 1e-300)
         pace = busy * max(0, count - most) / count
-        fill = seconds if SCHEDULES[schedule].fills_whole else 0.0
+        fill = self._least(b) if SCHEDULES[schedule].fills_whole else 0.0
         return Floor(max(busy, pace + fill), pace, fill)
 
     def _searches(

@@ -110,7 +110,8 @@ def profile_chain(
         ends = (
             (on.shared_overhead, 0.5 / on.copy_bandwidth) if shared else (on.message_overhead, 1 / on.socket_bandwidth)
         )
-        return Calls(graphs * on.call_overhead, on.call_overhead, ends[0], 0.0 if on.kind == "cuda" else ends[1])
+        update = on.call_overhead if "U" in last.module.graphs else 0.0
+        return Calls(graphs * on.call_overhead, update, ends[0], 0.0 if on.kind == "cuda" else ends[1])
 
     chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls, tuple(parts))
     left_out = tuple(b for b in sized if b not in parts)

@@ -100,7 +100,7 @@ class SetSearch(StageSearch):
     def __init__(self, table: Table, fleet: Fleet, stages: Stages, sets: DeviceSets, ends: Bools) -> None:
         super().__init__(table, fleet, stages)
         self.sets, self.ends = sets, ends
-        self.candidates = 0
+        self.candidates, self.few = 0, False
         self._reached: dict[float, Numbers] = {}
         self._lowest: dict[float, Numbers] = {}
         self._sums: dict[float, Floats] = {}
@@ -277,7 +277,16 @@ class SetSearch(StageSearch):
             plan = self.under(low * times)
             if plan is not None:
                 return Found(plan, self._judged(plan), 0.0)
+        if not low and (plan := self._among_few()) is not None:
+            return Found(plan, self._judged(plan), 0.0)
         return Found(None, None, below)
+
+    def _among_few(self) -> PipelinePlan | None:
+        """Return the plan with the least sum among few states. A search of all of them begins with what it takes."""
+        whether, self.few = (self.candidates, self.complete, self.dropped), True
+        plan = self.under(FREE)
+        (self.candidates, self.complete, self.dropped), self.few = whether, False
+        return plan
 
     # -------------------------------------------------------------------------------------------- states
 
@@ -348,13 +357,17 @@ class SetSearch(StageSearch):
 
     def _promising(self, states: States) -> States:
         """Return the states, where they are too many the most promising of them."""
-        most = _STATES if self.sets.complete else _FEW_STATES
+        most = _STATES if self.sets.complete and not self.few else _FEW_STATES
         if len(states) > most:
             self.complete, self.dropped = False, True
-            whole, speeds = self.speeds
-            needed = whole[states.first] / np.maximum(speeds[states.used], 1e-9)
-            scale = max(float(needed.min()), 1e-300)
-            promise = needed / scale + (0.0 if self.delayed else states.value / (self.count * scale))
+            if self.count == 1 and not self.delayed:
+                # Nothing works side by side.
+                promise = states.value + self.remainder[states.used, states.first]
+            else:
+                whole, speeds = self.speeds
+                needed = whole[states.first] / np.maximum(speeds[states.used], 1e-9)
+                scale = max(float(needed.min()), 1e-300)
+                promise = needed / scale + (0.0 if self.delayed else states.value / (self.count * scale))
             states = states.only(np.sort(np.argsort(promise, kind="stable")[:most]))
         return states
 

@@ -381,7 +381,7 @@ class Stages:
                     + table.workspace
                 )
                 if self.fleet.devices[kind].kind != "cuda":
-                    fixed = fixed + (BATCHES_AHEAD + 1) * self.wanted.batch * _ranges(table.fed)
+                    fixed = fixed + (BATCHES_AHEAD + 1) * table.b * self.row.waiting(self.count) * _ranges(table.fed)
                 else:
                     crossing = table.crossing[:, None] + table.crossing[None, :]
                     fixed = fixed + BUFFERS * (table.b * _ranges(table.fed) + crossing)

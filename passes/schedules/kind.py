@@ -46,8 +46,8 @@ class ScheduleKind:
     @property
     def recomputes(self) -> bool:
         """Return whether the planner counts on forwards that are computed again: weight gradients that are apart hold
-        the results until they run."""
-        return not self.splits
+        the results until they run, and without backwards there is nothing to compute again."""
+        return self.trains and not self.splits
 
     @property
     def fills_whole(self) -> bool:
@@ -69,6 +69,10 @@ class ScheduleKind:
         if self.splits:
             return min(share, warm + 1 - (-earlier // replicas))
         return warm + 1 if self.delay else min(share, warm + 1)
+
+    def waiting(self, count: int) -> int:
+        """Count the microbatches whose data come together: those of a batch, or where nothing is trained each."""
+        return count if self.trains else 1
 
     def least_share(self, warm: int) -> int:
         """Count the fewest microbatches of a batch that a replica may have: below that the schedule is illegal."""

@@ -263,7 +263,7 @@ class Brute:
         total, pace = sum(trips) + self._sum(chosen), 0.0
         for s, x in enumerate(chosen):
             steady = max((n - 1) * t for n, t in zip(x[1], x[2], strict=True)) + rings[s] + max(x[4])
-            if self.schedule != "gpipe" and s + 1 < d:
+            if self.schedule not in ("gpipe", "forward") and s + 1 < d:
                 steady += (ceil(m / len(groups[s])) - 1) * trips[s]
             pace = max(pace, steady + (2 * max(x[3]) if parted else 0))
         return total + pace

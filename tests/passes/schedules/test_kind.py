@@ -87,7 +87,7 @@ def test_what_follows_from_delay_and_split() -> None:
         "2bw": (2, 1, 2, True, False),
         "eager-2bw": (2, 1, 2, True, False),
         "zb-1f1b": (1, 1, 1, False, False),
-        "forward": (1, 1, 1, True, True),
+        "forward": (1, 1, 1, False, True),
     }
 
 
