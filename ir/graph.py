@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 # instead of a generated kernel. `packed` says that its second operand never changes. Planners write the others.
 ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library", "packed")
 
-# A cache holds what earlier microbatches of the same sequences left: `put` alone touches it.
-PARAM, GRAD, STATE, BUFFER, SETTING, CACHE = "param", "grad", "state", "buffer", "setting", "cache"
-ROLES = (PARAM, GRAD, STATE, BUFFER, SETTING, CACHE)
+# A cache holds what earlier microbatches left: `put` alone touches it. A copy is its source in fewer bits, in no file.
+PARAM, GRAD, STATE, BUFFER, SETTING, CACHE, COPY = "param", "grad", "state", "buffer", "setting", "cache", "copy"
+ROLES = (PARAM, GRAD, STATE, BUFFER, SETTING, CACHE, COPY)
 # Words of older module texts. They are read until the format of bundles has another number.
 FORMER_ROLES = {"table": SETTING}
 

@@ -18,6 +18,7 @@ from penstock.passes.memory.lifetimes import LifetimesOptions, lifetimes
 from penstock.passes.memory.offload import STATE, OffloadOptions, offload
 from penstock.passes.memory.overlap_that_fits import overlap_that_fits
 from penstock.passes.memory.recompute import RecomputeOptions, recompute
+from penstock.passes.memory.weight_copies import WeightCopiesOptions, weight_copies
 from penstock.passes.partition.partition import PartitionOptions, partition
 from penstock.passes.partition.split import SplitOptions, split
 from penstock.passes.partition.split_backward import SplitBackwardOptions, split_backward
@@ -63,6 +64,7 @@ PASSES: dict[str, Pass] = {
         Pass("offload", offload, OffloadOptions, needs=("wired",)),
         Pass("libraries", libraries, LibrariesOptions, needs=("staged",)),
         Pass("recompute", recompute, RecomputeOptions, needs=("wired",)),
+        Pass("weight-copies", weight_copies, WeightCopiesOptions, needs=("versioned", "wired")),
         Pass("overlap", overlap_that_fits, OverlapOptions, needs=("staged",)),
         Pass("fuse", fuse, FuseOptions, needs=("staged",), gives=("fused",)),
     )
@@ -231,6 +233,13 @@ def _running(options: PipelineOptions) -> list[PipelineEntry]:
             "recompute",
             {"mode": options.recompute},
             "needs to know what is in flight, and who computes what, for memory and time",
+        ),
+        PipelineEntry(
+            "weight-copies",
+            {},
+            "takes memory that nothing else needs; before kernels, which then read 16 bits",
+            options.precision != "f32" and bool(options.library),
+            "--precision and devices that are GPUs",
         ),
         _overlap(options),
         PipelineEntry("fuse", {}, "kernels are chosen in graphs that no longer change"),

@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from penstock.backends.registry import BACKENDS
 from penstock.ir.files import read_module
-from penstock.ir.graph import Module, Var, stage_vars
+from penstock.ir.graph import COPY, Module, Var, stage_vars
 from penstock.ir.ladder.bounds import sizes_of
 from penstock.ir.ladder.ladder import Ladder, Rung
 from penstock.support import notebook
@@ -222,7 +222,7 @@ class Bundle:
 def stored_vars(module: Module) -> dict[str, Var]:
     """Return the variables of all stages that begin with elements of the source model."""
     variables = {name: var for stage in module.stages for name, var in stage_vars(module, stage.index).items()}
-    return {name: var for name, var in variables.items() if var.init == "file"}
+    return {name: var for name, var in variables.items() if var.init == "file" and var.role != COPY}
 
 
 def weights_name(stage: int) -> str:

@@ -218,7 +218,8 @@ def sign_bundle(path: str | os.PathLike[str], key: bytes) -> Path:
 
 
 def _write_weights(work: Path, module: Module, stage: int, weights: Mapping[str, np.ndarray]) -> tuple[str, int]:
-    arrays = {name: weights[name] for name, var in stage_vars(module, stage).items() if var.init == "file"}
+    stored = stored_vars(module)
+    arrays = {name: weights[name] for name in stage_vars(module, stage) if name in stored}
     path = work / weights_name(stage)
     with naming(path):
         return write_tensors(path, arrays)

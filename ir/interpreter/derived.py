@@ -2,7 +2,7 @@
 
 A variable that says `from @w as FORM` in the text of a module is a function of the model's `@w`. The forms are
 
-    bf16                            the nearest numbers of 16 bits
+    bf16, f16                       the nearest numbers of 16 bits
     codes8.G, scales8.G             whole numbers of 8 bits, and the scale of each group of G along a row
     codes4.G, scales4.G             the same in 4 bits, two to a byte
 
@@ -28,6 +28,7 @@ from penstock.support.errors import VerifyError
 
 Array = np.ndarray[Any, Any]
 
+_NEAREST = ("bf16", "f16")
 _FORM = re.compile(r"(codes|scales)([48])\.(\d+)(\.turned)?")
 # Scales of 4 bits that are tried, as parts of that by which the largest element is -8.
 _TRIED = (1.0, 0.95, 0.9, 0.85)
@@ -37,13 +38,13 @@ _CHUNK = 1 << 20
 
 def is_form(form: str) -> bool:
     """Return whether there is such a form."""
-    return form == "bf16" or _FORM.fullmatch(form) is not None
+    return form in _NEAREST or _FORM.fullmatch(form) is not None
 
 
 def derive(var: Var, source: Any) -> Array:
     """Return the elements of a variable, computed from those of the model's variable, some rows after the other."""
     match = _FORM.fullmatch(var.form)
-    if match is None and var.form != "bf16":
+    if match is None and var.form not in _NEAREST:
         raise VerifyError(f"is of an unknown form {var.form!r}", where=f"@{var.name}")
     array = np.asarray(source)
     _check_type(var, match, array.shape)
@@ -66,7 +67,7 @@ def derive(var: Var, source: Any) -> Array:
 def _check_type(var: Var, match: re.Match[str] | None, dims: tuple[int, ...]) -> None:
     """Refuse a variable whose type is not that of its form, of a source of some dimensions."""
     shown, where = f"@{var.source} of dimensions {list(dims)}", f"@{var.name}"
-    expected = TensorType("bf16", dims)
+    expected = TensorType(var.form if match is None else "u8", dims)
     if match is not None:
         what, bits, group, turned = match.groups()
         if len(dims) != 2:

@@ -23,6 +23,7 @@ import numpy as np
 from penstock.ir.action_kinds import AGAIN, COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, SUM, UPDATE
 from penstock.ir.collective_calls import kept_parts, kept_slices
 from penstock.ir.graph import (
+    COPY,
     GRAD,
     REPLICAS,
     Graph,
@@ -147,12 +148,14 @@ class _Pipeline:
                 rank.stores[stage] = VersionStore(module.vars, self.stepped, parts, first)
 
     def put(self, var: str, version: int, array: Array) -> None:
-        type = self.module.vars[var].type
-        value = as_value(array, Value(var, type), self.precision)
-        for rank in self.ranks.values():
-            for store in rank.stores.values():
-                if var in store.newest:
-                    store.put(var, version, rank.part(value, type))
+        for name, held in self.module.vars.items():
+            if name != var and (held.role != COPY or held.source != var):
+                continue
+            value = as_value(array, Value(name, held.type), self.precision)
+            for rank in self.ranks.values():
+                for store in rank.stores.values():
+                    if name in store.newest:
+                        store.put(name, version, rank.part(value, held.type))
 
     def run(self) -> InterpretedRun:
         """Run all ranks in turn, each as far as it can; when no rank moves in a whole round, none ever will."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.ir.graph import GRAD, Module, Value, Var
+from penstock.ir.graph import COPY, GRAD, Module, Value, Var
 from penstock.ir.types import FLOATS
 from penstock.support.errors import VerifyError
 
@@ -82,6 +82,8 @@ def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precis
             values[name] = np.zeros(var.type.dims, array_dtype(var.type.dtype, precision))
         elif isinstance(var.init, tuple) and name not in weights:
             values[name] = np.array(var.init, array_dtype(var.type.dtype, precision)).reshape(var.type.dims)
+        elif var.role == COPY and var.source in weights:
+            values[name] = as_value(weights[var.source], value, precision)
         elif name not in weights:
             problems.append(f"no weights for @{name}")
         else:

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from penstock.ir.action_kinds import UPDATE
-from penstock.ir.graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
+from penstock.ir.graph import COPY, GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
 from penstock.ir.memo import Derived
 from penstock.ir.schedule import COMPUTE, READERS, SAVERS, Action, Schedule
 
@@ -46,7 +46,7 @@ BATCHES = 3
 # Batches handed to the workers and not finished yet. Under 2bw the update of a batch needs the one after it; two more
 # keep the pipe full.
 BATCHES_AHEAD = 4
-_PURPOSES = {PARAM: "weights", GRAD: "gradients", STATE: "state"}
+_PURPOSES = {PARAM: "weights", COPY: "weights", GRAD: "gradients", STATE: "state"}
 
 
 @dataclass(frozen=True, slots=True)

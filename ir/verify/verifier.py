@@ -34,6 +34,7 @@ from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, BACKWARD, FORWARD, NOR
 from penstock.ir.graph import (
     BUFFER,
     COORDINATE,
+    COPY,
     GRAD,
     LOCAL,
     PARAM,
@@ -308,7 +309,7 @@ def _check_again(forward: Graph, again: Graph, taken: Collection[str]) -> Iterat
 
 
 # The operations on variables that the graph of a computation may have, and the roles of these variables.
-_READABLE = (PARAM, STATE, BUFFER, SETTING)
+_READABLE = (PARAM, STATE, BUFFER, SETTING, COPY)
 EFFECTS: dict[str, dict[str, tuple[str, ...]]] = {
     FORWARD: {"read": _READABLE, "write": (BUFFER,)},
     AGAIN: {"read": _READABLE},
@@ -316,7 +317,7 @@ EFFECTS: dict[str, dict[str, tuple[str, ...]]] = {
     WEIGHTS: {"read": _READABLE, "accum": (GRAD,)},
     PARTS: {"take": (GRAD,)},
     NORM_PARTS: {"read": (GRAD,), "accum": (GRAD,)},
-    UPDATE: {"read": _READABLE, "take": (GRAD,), "write": (PARAM, STATE)},
+    UPDATE: {"read": _READABLE, "take": (GRAD,), "write": (PARAM, STATE, COPY)},
 }
 
 
@@ -367,12 +368,31 @@ def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]
     for name in sorted(used_up - accumulated):
         yield Problem(update, f"gradient @{name} is taken here and never accumulated by @{backward}")
     used = {name for kind in READERS for name in touched_vars(family.get(kind), "read")}
+    yield from _check_copies(module, family.get(UPDATE), used | written)
+    used |= {module.vars[name].source for name in used if module.vars[name].role == COPY}
     for name in sorted(written):
         if module.vars[name].role == PARAM and name not in used:
             yield Problem(update, f"writes @{name}, which neither forward nor backward of this stage reads")
     for name in sorted(used - written):
         if module.vars[name].role == PARAM and f"{name}.grad" in accumulated:
             yield Problem(update, f"does not write @{name}, though its gradient is accumulated")
+
+
+def _check_copies(module: Module, update: Graph | None, touched: set[str]) -> Iterator[Problem]:
+    """Check that an update writes each copy of a parameter whenever it writes the parameter, with the same value."""
+    new = {op.var: op.ins[0] for _, op in touching_ops(update) if op.kind == "write"}
+    makers = update.producers() if update is not None else {}
+    for name in sorted(name for name in touched if module.vars[name].role == COPY):
+        var, source = module.vars[name], module.vars.get(module.vars[name].source)
+        if source is None or source.role != PARAM or source.type.with_dtype(var.type.dtype) != var.type:
+            yield Problem(f"@{name}", f"is a copy {var.type}, expected from a parameter, of its dimensions")
+            continue
+        cast = makers.get(new[name]) if name in new else None
+        if (cast is None) != (source.name not in new) or (
+            cast is not None and (cast.kind != "cast" or cast.ins != (new[source.name],))
+        ):
+            what = f"writes @{name} otherwise than @{source.name}; expected the cast of the same value"
+            yield Problem(f"@{update.name}" if update is not None else f"@{name}", what)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ import numpy as np
 
 from penstock.backends.bundle.format import contained, file_problems, stored_vars
 from penstock.backends.bundle.tensor_file import map_tensors
-from penstock.ir.graph import GRAD, SETTING, Module, Var
+from penstock.ir.graph import COPY, GRAD, SETTING, Module, Var
 from penstock.ir.sharding.tiles import TensorTile
 from penstock.runtime.messages.control import DataSpec
 from penstock.support.errors import UsageError, VerifyError
@@ -74,9 +74,9 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def is_kept(var: Var) -> bool:
-    """Return whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the
-    index."""
-    return var.role not in (GRAD, SETTING)
+    """Return whether a checkpoint holds a variable: gradients are zero in a drained pipeline, tables stand in the
+    index, and copies are made of their sources."""
+    return var.role not in (GRAD, SETTING, COPY)
 
 
 def random_seed(module: Module) -> int | None:

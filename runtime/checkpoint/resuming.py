@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.backends.bundle.format import Bundle
 from penstock.ir.batch_shares import microbatch_size
-from penstock.ir.graph import PARAM, Module, Var, stage_vars, stepped_vars
+from penstock.ir.graph import COPY, PARAM, Module, Var, stage_vars, stepped_vars
 from penstock.ir.sharding.tiles import SharedSlices, TensorTile, overlaps
 from penstock.ir.training.rates import Rate
 from penstock.runtime.messages.control import DataSpec
@@ -204,8 +204,10 @@ class StageFiles:
         """Yield versions, newest first, and those of some variables that need them."""
         step = self.index.step
         yield step, names
+        stepped = ((n, store.variables[n]) for n in store.versioned)
+        kept = {var.source if var.role == COPY else n: var.versions for n, var in stepped}
         for version in range(step - 1, -1, -1):
-            late = {n for n in names & store.versioned.keys() if version > step - store.variables[n].versions}
+            late = {n for n in names & kept.keys() if version > step - kept[n]}
             if not late:
                 break
             yield version, late
@@ -247,11 +249,27 @@ def load_state(files: StageFiles, store: Store, variables: Mapping[str, Var]) ->
     names = {name for name, var in variables.items() if is_kept(var)}
     (_, newest), *older = files.wanted(store, names)
     files.fill(files.index.step, {name: store.newest(name) for name in sorted(newest)})
+    copies = fill_copies(store, variables)
     for version, late in older:
-        buffers = {name: store.restore_older(version, name) for name in sorted(late)}
-        for name in buffers.keys() - files.fill(version, buffers):
+        # Only the copy has versions of a parameter that updates alone read.
+        passing = {name: store.newest(name).clone() for name in sorted(late - store.versioned.keys())}
+        buffers = {name: store.restore_older(version, name) for name in sorted(late - passing.keys())} | passing
+        missing = buffers.keys() - files.fill(version, buffers)
+        for name in missing - passing.keys():
             # It was saved where one version was enough.
             buffers[name].copy_(store.versioned[name].place(version + 1))
+        for var in (var for var in copies if var.source in buffers):
+            lacking = var.source in missing
+            source = store.versioned[var.name].place(version + 1) if lacking else buffers[var.source]
+            store.restore_older(version, var.name).copy_(source)
+
+
+def fill_copies(store: Store, variables: Mapping[str, Var]) -> list[Var]:
+    """Round the newest parameters into their copies; return those among some variables."""
+    copies = [var for var in variables.values() if var.role == COPY]
+    for var in copies:
+        store.newest(var.name).copy_(store.newest(var.source))
+    return copies
 
 
 class Filling(NamedTuple):

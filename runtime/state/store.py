@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from penstock.ir.collective_calls import JointSum
-from penstock.ir.graph import GRAD, Slot, Var
+from penstock.ir.graph import COPY, GRAD, Slot, Var
 from penstock.ir.memory.items import Image, images_of
 from penstock.ir.types import LONG_NAMES, TensorType, numpy_dtype
 from penstock.runtime.messages.ledger import Ledger
@@ -236,18 +236,16 @@ class Store:
         self._kept = [(call, self._lent_copies(call, summed)) for call in summed.kept]
         for name, var in variables.items():
             if name in self._item_of and name in stepped:
-                first = {version % var.versions: version}
-                self.versioned[name] = Versions(var, [_AWAY], first, device, newest=version, most_live=1)
+                first = version % var.versions
+                self.versioned[name] = Versions(var, [_AWAY], {first: version}, device, newest=version, most_live=1)
             if name in self.gradients or name in self._item_of:
                 continue
             if var.role == GRAD:
                 self.gradients[name] = [allocate(var.type, device).zero_() for _ in range(var.versions)]
             elif name in stepped:
                 # Untouched memory costs nothing, so that a second buffer exists only from the first update on.
-                buffers = [allocate(var.type, device) for _ in range(var.versions)]
-                self.versioned[name] = Versions(
-                    var, buffers, {version % var.versions: version}, device, newest=version, most_live=1
-                )
+                buffers, first = [allocate(var.type, device) for _ in range(var.versions)], version % var.versions
+                self.versioned[name] = Versions(var, buffers, {first: version}, device, newest=version, most_live=1)
             else:
                 self.single[name] = allocate(var.type, device)
         # Batches so far apart use the same copies of all gradients.
@@ -374,13 +372,15 @@ class Store:
                 buffer.zero_()
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return live versions other than the newest, with their parameters, which a checkpoint needs besides the
-        newest."""
+        """Return live versions other than the newest, with their parameters. A copy that alone has them is widened."""
         parameters: dict[int, dict[str, torch.Tensor]] = {}
         for name, versions in self.versioned.items():
-            for version in versions.live():
+            source = self.single.get(versions.var.source)
+            for version in versions.live() if versions.var.role != COPY or source is not None else ():
                 if version != versions.newest:
-                    parameters.setdefault(version, {})[name] = versions.place(version)
+                    tensor = versions.place(version)
+                    kept = {name: tensor} if source is None else {versions.var.source: tensor.to(source.dtype)}
+                    parameters.setdefault(version, {}).update(kept)
         return parameters
 
     def restore_older(self, version: int, name: str) -> torch.Tensor:
@@ -466,8 +466,7 @@ class Store:
             buffer = next(buffer for buffer, held in versions.held.items() if held == version)
             self.ledger.variable(what, name, buffer, versions.buffers[buffer].nbytes, version)
 
-    # -------------------------------------------------------------------------------------------- values of
-    # microbatches
+    # ---------------------------------------------------------------------------- values of microbatches
 
     def put(self, mb: int, name: str, tensor: torch.Tensor) -> None:
         held = self.values.setdefault(mb, {})

@@ -14,13 +14,13 @@ import torch
 
 from penstock.backends.bundle.format import Bundle
 from penstock.backends.registry import backend_of
-from penstock.ir.graph import GRAD, Var, stage_vars, stepped_vars
+from penstock.ir.graph import COPY, GRAD, Var, stage_vars, stepped_vars
 from penstock.ir.memory.items import Image
 from penstock.ir.memory.predict import BATCHES
 from penstock.ir.memory.saved_sets import most_sets_at_home, saved_set
 from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole_tile
 from penstock.runtime.checkpoint.format import read_index
-from penstock.runtime.checkpoint.resuming import Filling, StageFiles, fill_tiles, load_state
+from penstock.runtime.checkpoint.resuming import Filling, StageFiles, fill_copies, fill_tiles, load_state
 from penstock.runtime.state.homes import HomedItem, Lanes, open_home
 from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import Settings
@@ -134,9 +134,10 @@ def _fill(
             {
                 name: Filling(store.newest(name), tiles[name], whole_tile(var.type))
                 for name, var in variables.items()
-                if var.init == "file"
+                if var.init == "file" and var.role != COPY
             },
         )
+        fill_copies(store, variables)
     else:
         load_state(files, store, variables)
 

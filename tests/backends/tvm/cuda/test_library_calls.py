@@ -95,7 +95,7 @@ def test_a_promise_that_cannot_be_kept_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         fuse._Fuser, "_packs", lambda self, op: op.kind in fuse._PACKING or OPS[op.kind].family == "layout"
     )
-    module = planned(tmp_path, "gpt", "bf16", True)
+    module = planned(tmp_path, "gpt", "bf16", False)
     with pytest.raises(
         UnsupportedModel, match=r"matmul %.* is promised to torch, and cannot go there: cast is not a view"
     ):
