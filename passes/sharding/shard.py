@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.ir.graph import REPLICAS, Module, Value
+from penstock.ir.graph import REPLICAS, Graph, Module, Value
 from penstock.passes.sharding.styles.modules import about_tensors
 from penstock.support.errors import UsageError
 
@@ -39,8 +39,7 @@ def shard(module: Module, options: ShardOptions) -> Module:
             raise UsageError("layouts are given, but no mesh", hint="name its axes, such as --mesh tp=2")
         return module
     sizes = {axis: size for axis, size in parse_mesh(options.mesh).items() if axis != REPLICAS}
-    order = [name for name in _ORDER if name in module.graphs]
-    graphs = [module.graphs[name] for name in (*order, *(n for n in module.graphs if n not in order))]
+    graphs = graphs_in_order(module)
     layouts = given_layouts(module, options)
     suggested = Suggestions(module, graphs, layouts, sizes)
     suggested.spread()
@@ -54,6 +53,12 @@ def shard(module: Module, options: ShardOptions) -> Module:
         vars={name: replace(var, type=resolution.var_types[name]) for name, var in module.vars.items()},
         inputs=inputs,
     )
+
+
+def graphs_in_order(module: Module) -> list[Graph]:
+    """Return the graphs of a whole program, that of the forward pass first."""
+    order = [name for name in _ORDER if name in module.graphs]
+    return [module.graphs[name] for name in (*order, *(n for n in module.graphs if n not in order))]
 
 
 def given_layouts(module: Module, options: ShardOptions) -> dict[str, Layout]:

@@ -2,6 +2,7 @@
 
     h.*.weight=[_,/tp]       a pattern of names and a layout
     preset:megatron          layouts by the structure of the model
+    widths, widths:1.5       a width for each layer, with an amplification limit (planning/widths)
     FILE.toml                a table `layouts` of patterns and layouts, in order, and a list `presets`
     {"h.*.weight": (None, "tp"), "x": ("?", ("dp", "tp"))}       in Python, like partition specs of jax
     {"h.*.fc1": "Colwise", "h.*.fc2": RowwiseParallel()}         modules of torch, or a plan of parallelize_module
@@ -22,6 +23,7 @@ from penstock.passes.sharding.styles.torch_styles import COLWISE, ROWWISE, Style
 from penstock.support.errors import UsageError
 
 PRESET = "preset:"
+WIDTHS = "widths"
 
 
 def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axis: str = "tp") -> tuple[str, ...]:
@@ -36,14 +38,19 @@ def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axi
 
 def _from_text(entry: str) -> Iterator[str]:
     entry = _with_axis(entry)
-    if entry.startswith(PRESET) or ABOUT_MODULE.fullmatch(entry) or entry.endswith("]"):
+    if (
+        entry.startswith(PRESET)
+        or entry.partition(":")[0] == WIDTHS
+        or ABOUT_MODULE.fullmatch(entry)
+        or entry.endswith("]")
+    ):
         yield entry
     elif entry.endswith(".toml"):
         yield from _from_file(Path(entry))
     else:
         raise UsageError(
             f"{entry!r} is no layout",
-            hint="give FILE.toml, preset:NAME or PATTERN=[DIMENSION,...], such as 'w=[_,/tp]'",
+            hint="give FILE.toml, preset:NAME, widths or PATTERN=[DIMENSION,...], such as 'w=[_,/tp]'",
         )
 
 

@@ -17,6 +17,7 @@ from penstock.passes.manager import Call, run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.schedules.dealing import fair_shares
 from penstock.passes.sharding.given import parse_mesh, stage_meshes
+from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.sharding.written import layouts_of
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, itemised
@@ -26,6 +27,7 @@ from .model import Model
 from .options import WEIGHTS, PlanOptions
 from .plan import Plan
 from .watching import SILENT, Feedback
+from .widths.choose import asks_for_widths, with_widths
 
 _DEFAULTS = PlanOptions()
 # The name of a memory space that no cluster file names.
@@ -79,7 +81,7 @@ def plan_model(
     _check_alike(cluster, options.devices)
     shares = _shares(cluster, options)
     module, calls = _pipeline(model, cluster, training, options, shares)
-    steps = _Steps(model, options, len(options.devices) or options.stages or len(cluster.devices), layouts)
+    steps = _Steps(model, options, cluster, layouts)
     if prepared is not None:
         steps.calls += calls[: _head(calls)]
         module, calls = prepared.module.but(cluster=module.cluster), prepared.begin(calls)
@@ -112,7 +114,9 @@ class _Steps:
     """The calls of passes, recorded as they happen. Hints of the model change the calls of `shard` and of `partition`,
     before which the model is kept."""
 
-    def __init__(self, model: Model, options: PlanOptions, stages: int, layouts: FollowedLayouts) -> None:
+    def __init__(self, model: Model, options: PlanOptions, cluster: Cluster, layouts: FollowedLayouts) -> None:
+        stages = len(options.devices) or options.stages or len(cluster.devices)
+        self._cluster, self._devices = cluster, options.devices
         hints = model.imported.hints
         if layouts.configuration in hints.pipelines:
             hints = replace(hints, pipelines={layouts.configuration: hints.pipelines[layouts.configuration]})
@@ -129,6 +133,10 @@ class _Steps:
             layouts, notes = self._layouts.of(before)
             call = Call(call.name, replace(call.options, given=layouts))
             self.notes += notes
+        if isinstance(call.options, ShardOptions) and asks_for_widths(call.options):
+            sharding, note = with_widths(before, call.options, self._cluster, self._devices)
+            call = Call(call.name, sharding)
+            self.notes.append(note)
         if call.name == "partition":
             self.reference = before
             if self._hints:

@@ -1,0 +1,1 @@
+"""Widths of layers: each layer's samples over as many devices of a mesh as pay for it, `--shard widths`."""
