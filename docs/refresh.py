@@ -284,6 +284,28 @@ def moves_of_state(layers: int, offload: str = "state", **options: object) -> st
     return block(textwrap.fill("rank 0 batch: " + " ".join(shown), 100, subsequent_indent="  "))
 
 
+def updates_elsewhere() -> str:
+    """The batches of two ranks and of the one that runs their updates, without what ranks send each other for
+    microbatches."""
+    import tempfile
+
+    import penstock as ps
+    from penstock.ir.schedule import COMPUTE
+    from penstock.models import write_mlp
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [8] * 6, batch=4))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=4)
+    options = {"schedule": "2bw", "update_on": "cpu:2", "split_at": ["fc3.product"]}
+    schedule = ps.plan(model, ps.Cluster.local(3), training, **options).module.schedule
+    assert schedule is not None
+    lines = []
+    for rank, program in schedule.ranks.items():
+        shown = [str(a) for a in program.batch if a.kind in (*COMPUTE, "SP", "RP", "SU", "RU")]
+        lines.append(textwrap.fill(f"rank {rank} batch: " + " ".join(shown), 100, subsequent_indent="  "))
+    return block("\n".join(lines))
+
+
 def prices_of_fates() -> str:
     """The argument of a plan under a limit of memory for what it moves and computes again."""
     import tempfile
@@ -374,6 +396,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "moves-of-sets": lambda: moves_of_state(9, "activations", schedule="gpipe", split_at=["fc5.product"]),
     "moves-of-chunks": lambda: moves_of_state(9, split_at=["fc5.product"]),
+    "updates-elsewhere": updates_elsewhere,
     "prices-of-fates": prices_of_fates,
     "sinks": lambda: docstring("penstock.runtime.telemetry.sinks", "tensorboard:DIR", "Where PENSTOCK"),
     "cluster-file": lambda: docstring("penstock.ir.cluster.file", "[[device]]", "Numbers are in bytes"),

@@ -139,7 +139,7 @@ _ROWS = (
     ActionKind(
         UPDATE,
         "makes the next version of the weights from the gradients of a batch",
-        "batch", "computes", UPDATE, "update", takes=(PARTS, NORM_PARTS), versions="makes", gradients="uses",
+        "batch", "computes", UPDATE, "update", takes=(PARTS, NORM_PARTS, UPDATE), versions="makes", gradients="uses",
         item="may",
     ),
     *(row for values in _TRAVELLING for row in _message(*values)),
@@ -153,6 +153,7 @@ _ROWS = (
     ActionKind(COPY_IN, "begins to copy an item from its home to the device", "batch", "copies", item="must"),
     ActionKind(COPY_OUT, "begins to copy an item from the device to its home", "batch", "copies", item="must"),
     *(_hand(*values) for values in _TRAVELLING),
+    *_message(UPDATE, "weights that were updated for another stage", "batch", "update"),
 )  # fmt: skip
 
 ACTION_KINDS: dict[str, ActionKind] = {row.name: row for row in _ROWS}

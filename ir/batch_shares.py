@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .action_kinds import BACKWARD, FORWARD
+from .action_kinds import BACKWARD, FORWARD, UPDATE
 from .graph import MICROBATCH, Module
 from .schedule import READERS
 from .types import TensorType
@@ -44,6 +44,15 @@ def share_of(module: Module, rank: int) -> list[int]:
     assert module.schedule is not None
     m = module.schedule.microbatches
     return sorted({action.mb % m for action in module.schedule.ranks[rank].batch if action.kind == FORWARD})
+
+
+def updating_stages(module: Module) -> list[int]:
+    """Return the stages that run no forward, but updates of variables that other stages read."""
+    return [
+        s.index
+        for s in module.stages
+        if module.stage_graph(s.index, UPDATE) and not module.stage_graph(s.index, FORWARD)
+    ]
 
 
 def loss_stage(module: Module) -> int | None:

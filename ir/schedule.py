@@ -18,6 +18,7 @@ Once per batch, with the number of the batch:
     N             returns the part of this stage in what all stages have to agree on, the norm of the gradient
     U             update; with an item the part of it that changes a chunk, `0U1@2:c0`. One without an item ends it
     SP RP SN RN   move results of P and N to where N and U take them; HP and HN hand them on
+    SU RU         move new weights from the U that makes them to the U of the stage that reads them
     AR            sums the gradients of a batch over the teams of the stage
     CI CO         begin to copy an item of the stage from its home in another memory space to the device, or back: `o`,
                   its optimiser state, or `c0`, a chunk of that, `w`, its weights, or `g`, its gradients, which are zero
@@ -258,9 +259,10 @@ class Schedule:
         }
 
     def sends(self, rank: int) -> Counter[tuple[str, int, int]]:
-        """Count the sends of a rank for each kind, stage and number of a microbatch in its batch."""
-        m = self.microbatches
-        return Counter((a.kind, a.stage, a.mb % m) for a in self.ranks[rank].batch if a.kind in SENDS and not a.once)
+        """Count the sends of a rank for each kind, stage and number of a microbatch in its batch; 0 of what is sent
+        once per batch."""
+        m, sent = self.microbatches, [a for a in self.ranks[rank].batch if a.kind in SENDS]
+        return Counter((a.kind, a.stage, 0 if a.once else a.mb % m) for a in sent)
 
     def shares(self, stage: int) -> list[int]:
         """Count the microbatches of a batch that each rank of a stage runs."""

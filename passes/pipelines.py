@@ -35,6 +35,7 @@ from penstock.passes.sharding.shard import ShardOptions, shard
 from penstock.passes.training.autodiff import AutodiffOptions, autodiff
 from penstock.passes.training.guard import GuardOptions, guard
 from penstock.passes.training.optimizer import OptimizerOptions, optimizer
+from penstock.passes.training.update_on import UpdateOnOptions, update_on
 
 from .manager import Call, Pass, parse_pipeline
 
@@ -54,6 +55,7 @@ PASSES: dict[str, Pass] = {
         Pass("partition", partition, PartitionOptions),
         Pass("split", split, SplitOptions, gives=("staged",)),
         Pass("split-backward", split_backward, SplitBackwardOptions, needs=("staged",)),
+        Pass("update-on", update_on, UpdateOnOptions, needs=("staged", "differentiated")),
         Pass("schedule", schedule, ScheduleOptions, needs=("staged",), gives=("scheduled",)),
         Pass("weight-versions", weight_versions, WeightVersionsOptions, needs=("scheduled",), gives=("versioned",)),
         Pass("localize", localize, LocalizeOptions, needs=("staged", "sharded")),
@@ -97,7 +99,7 @@ class PipelineOptions:
     `guard` what is done about the gradient before it is used; `mesh` the axes of every stage's devices, `layouts` how
     tensors lie on them; `weights` the bits of weights in inference; `zero` the level at which replicas share
     variables out; `packs` the number of stages on a device; `offload` what has its home in another memory space,
-    `space`."""
+    `space`; `update_on` the devices that run updates alone."""
 
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -114,6 +116,7 @@ class PipelineOptions:
     packs: int = 1
     offload: str = "none"
     space: str = ""
+    update_on: tuple[str, ...] = ()
 
 
 DEFAULTS = PipelineOptions()
@@ -187,6 +190,13 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
             "what a stage sends is known now, and the schedule needs to know which stages have a W",
             splits_backward(schedule),
             "--schedule zb-1f1b",
+        ),
+        PipelineEntry(
+            "update-on",
+            {"devices": options.update_on or ("cpu:1",)},
+            "on stage graphs, whose gradients and new weights are messages from here on; before the schedule",
+            bool(options.update_on),
+            "--update-on",
         ),
         PipelineEntry(
             "schedule",

@@ -327,12 +327,17 @@ class _Pipeline:
         """Keep what a computation gives."""
         batch, leads = action.batch(self.per_batch), rank.index == self.teams[rank.index][0]
         if action.kind == UPDATE:
-            self._show(self.run_found.handed_out.setdefault(batch, {}), by_name(graph, results), rank, leads)
+            leaving = [e for e in self.module.edges if (e.src, e.phase) == (action.stage, UPDATE)]
+            named, sent = by_name(graph, results), {v.name for edge in leaving for v in edge.values}
+            shown = {name: array for name, array in named.items() if name not in sent}
+            self._show(self.run_found.handed_out.setdefault(batch, {}), shown, rank, leads)
             store = rank.stores[action.stage]
             for name in self.stepped & store.slots.keys():
                 self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), store.buffers(name))
             if self.wired and not action.item:
                 rank.values.pop((action.stage, action.holder), None)
+            if handed := {name: array for name, array in named.items() if name in sent or not self.wired}:
+                rank.values.setdefault((action.stage, action.holder), {}).update(handed)
             return
         if action.kind in VERSIONED and leads:
             self.run_found.log.append((action.stage, action.mb, action.kind, action.version))

@@ -274,6 +274,9 @@ def _versions(module: Module, rank: int, stage: int, newest: int, actions: Seque
         if a.kind in READERS and a.version == a.batch(per_batch) + oldest - 1
     }
     written_at = {a.version: i for i, a in enumerate(actions) if a.kind == UPDATE and not a.item}
+    if not any(a.kind in READERS for a in actions):
+        # What no microbatch reads retires as the next update begins.
+        last = {version - 1: i for version, i in written_at.items() if version is not None}
     for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):
         for version, written in ((newest, BEFORE), *((v, i) for v, i in written_at.items() if v is not None)):
             yield Version(name, version, version % module.vars[name].versions, written, last.get(version))

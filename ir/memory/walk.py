@@ -31,7 +31,7 @@ from penstock.ir.action_kinds import (
 )
 from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.messages import Parcel, parcels
-from penstock.ir.schedule import COMPUTE, HANDS, PER_BATCH, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
+from penstock.ir.schedule import COMPUTE, HANDS, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
 from penstock.ir.sharding.tile_messages import EdgeEnds, ends_of, tile_messages
 
 from .account import BEFORE, Life
@@ -131,8 +131,9 @@ class Walk:
         self._carried: dict[tuple[EdgeEnds, int | None], tuple[tuple[Value, ...], tuple[Parcel, ...]]] = {}
         self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
         # The values that stay after each computation beside those to send: later computations take them.
-        for_weights, for_backward = (
-            {v.name for v in self.graphs[kind].ins} if kind in self.graphs else set() for kind in (WEIGHTS, BACKWARD)
+        for_weights, for_backward, for_norm, for_update = (
+            {v.name for v in self.graphs[kind].ins} if kind in self.graphs else set[str]()
+            for kind in (WEIGHTS, BACKWARD, NORM_PARTS, UPDATE)
         )
         saved = {
             kind: {v.name for v in self.graphs[kind].saved} if kind in self.graphs else set()
@@ -151,6 +152,7 @@ class Walk:
                 self.kept[edge.phase] |= {v.name for v in edge.values}
                 if edge.phase == FORWARD:
                     self.kept[AGAIN] |= {v.name for v in edge.values}
+        self.kept |= {PARTS: for_norm | for_update, NORM_PARTS: for_update, UPDATE: set[str]()}
         self.kept[LET_GO] = self.kept[FORWARD] - saved[AGAIN]
         self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
         self.held: dict[int, dict[str, _HeldBlock]] = {}
@@ -180,7 +182,7 @@ class Walk:
         """Run through what a rank does from an empty pipeline to an empty one; each action is handed out when it is
         done."""
         actions = list(actions)
-        self._unsent = Counter((a.phase, a.mb) for a in actions if a.kind in SENDS and not a.once)
+        self._unsent = Counter((a.phase, a.mb) for a in actions if a.kind in SENDS)
         ahead = 0
         for i, action in enumerate(actions):
             self.step += 1
@@ -210,9 +212,11 @@ class Walk:
         self._call(action.kind)
 
     def _update(self, action: Action) -> None:
+        sent = self.sent[UPDATE]
+        self._hold(action.holder, [row for row in self._stored[action.kind, False] if row[0] in sent])
         self._call(action.computation)
         if not action.item:
-            self._keep(action.holder, set())
+            self._keep(action.holder, sent)
 
     def _send(self, action: Action) -> None:
         """Send a microbatch's values, which stay until they were sent to the last of several ranks."""
@@ -220,8 +224,10 @@ class Walk:
         self._unsent[phase, mb] -= 1
         if not self._unsent[phase, mb]:
             del self._unsent[phase, mb]
-            self._keep(mb, self.kept[phase])
-        self._linger(action)
+            self._keep(action.holder, self.kept[phase])
+        # What the update of the stage takes as well stays until that.
+        if not action.once or not self.sent[phase] <= self.kept[phase]:
+            self._linger(action)
 
     def _let_go(self, action: Action) -> None:
         """Let go of what is computed again, or of a saved set. Memory of variables is counted beside the walk
@@ -409,7 +415,7 @@ WALKS: dict[str, Callable[[Walk, Action], None]] = {
     **dict.fromkeys((FORWARD, AGAIN, BACKWARD, WEIGHTS), Walk._compute),
     **dict.fromkeys((PARTS, NORM_PARTS), Walk._hand_out),
     UPDATE: Walk._update,
-    **{kind: Walk._pass if kind in PER_BATCH else Walk._send for kind in SENDS},
+    **dict.fromkeys(SENDS, Walk._send),
     **dict.fromkeys(RECEIVES, Walk._receive),
     **dict.fromkeys(HANDS, Walk._linger),
     **dict.fromkeys((SUM, COPY_OUT), Walk._pass),

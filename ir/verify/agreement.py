@@ -112,9 +112,8 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
         if len(stages) < 2:
             continue
         for stage in stages:
-            needed = _behind(
-                updates[stage], (op.ins[0] for op in updates[stage].ops if op.kind == "write" and op.var == name)
-            )
+            written = (op.ins[0] for op in updates[stage].ops if op.kind == "write" and op.var == name)
+            needed = _behind_all(updates, stage, written)
             for source in added.get(f"{name}.grad", ()):
                 if not any(v.name in needed for v in _handed_out(module, source, f"{name}.grad")):
                     what = (
@@ -135,11 +134,11 @@ def _check_decisions(module: Module, updates: Mapping[int, Graph]) -> Iterator[P
     parts = {
         v.name: s.index for s in module.stages if (graph := module.stage_graph(s.index, NORM_PARTS)) for v in graph.outs
     }
-    for graph in updates.values() if parts else ():
+    for stage, graph in updates.items() if parts else ():
         for i, op in enumerate(graph.ops):
             if op.kind != "write" or (module.vars[op.var].role == STATE and module.vars[op.var].stage is None):
                 continue  # counters and the loss scale are equal by their definition
-            needed = _behind(graph, op.ins)
+            needed = _behind_all(updates, stage, op.ins)
             for name, source in parts.items():
                 if name not in needed:
                     what = (
@@ -157,6 +156,16 @@ def _check_parts(module: Module) -> Iterator[Problem]:
             later = module.stage_graph(stage, kind)
             for name in sorted(gone & touched_vars(later, "read", "take")):
                 yield Problem(f"@s{stage}.{kind}", f"uses @{name}, which @s{stage}.P has taken and handed out")
+
+
+def _behind_all(updates: Mapping[int, Graph], stage: int, values: Iterable[Value]) -> set[str]:
+    """Return the names of these values of an update, and of all that they are computed from, also by the updates of
+    other stages that hand them out."""
+    names = _behind(updates[stage], values)
+    for other, graph in updates.items():
+        if other != stage:
+            names |= _behind(graph, [value for value in graph.outs if value.name in names])
+    return names
 
 
 def _behind(graph: Graph, values: Iterable[Value]) -> set[str]:

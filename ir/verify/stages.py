@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import prod
 
 from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, FORWARD, UPDATE
+from penstock.ir.batch_shares import updating_stages
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import COORDINATE, Graph, Module, touching_ops, written_vars
 from penstock.ir.schedule import COMPUTE, PHASES, READERS
@@ -115,9 +116,14 @@ def _check_split(module: Module) -> Iterator[Problem]:
             yield Problem(f"@{name}", "is on no stage; expected only s<stage>.F, .B, .W, .P, .N and .U after the split")
         elif int(match[1]) >= len(module.stages):
             yield Problem(f"@{name}", f"there is no stage {match[1]}, only 0 .. {len(module.stages) - 1}")
+    updating = updating_stages(module)
     for stage in module.stages:
-        if module.stage_graph(stage.index, FORWARD) is None:
+        update = module.stage_graph(stage.index, UPDATE)
+        if stage.index not in updating and module.stage_graph(stage.index, FORWARD) is None:
             yield Problem(f"stage {stage.index}", f"has no forward graph @s{stage.index}.F")
+        elif stage.index in updating and update is not None and not update.outs:
+            what = f"has no forward graph @s{stage.index}.F, and @{update.name} hands out no new weights"
+            yield Problem(f"stage {stage.index}", what)
     yield from _check_providers(module)
     yield from check_agreement(module)
     yield from _check_places(module)
@@ -129,7 +135,7 @@ def _check_providers(module: Module) -> Iterator[Problem]:
     stage. Results of P and N are for their own stage, too."""
     inputs = {v.name for v in module.inputs}
     makers: dict[str, dict[str, list[int]]] = {}
-    for phase in (*PHASES, UPDATE):
+    for phase in PHASES:
         returned = makers.setdefault(phase, {})
         for stage in module.stages:
             graph = module.stage_graph(stage.index, phase)

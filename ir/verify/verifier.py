@@ -370,7 +370,7 @@ def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]
     used = {name for kind in READERS for name in touched_vars(family.get(kind), "read")}
     yield from _check_copies(module, family.get(UPDATE), used | written)
     used |= {module.vars[name].source for name in used if module.vars[name].role == COPY}
-    for name in sorted(written):
+    for name in sorted(written - _handed_out(family.get(UPDATE))):
         if module.vars[name].role == PARAM and name not in used:
             yield Problem(update, f"writes @{name}, which neither forward nor backward of this stage reads")
     for name in sorted(used - written):
@@ -393,6 +393,13 @@ def _check_copies(module: Module, update: Graph | None, touched: set[str]) -> It
         ):
             what = f"writes @{name} otherwise than @{source.name}; expected the cast of the same value"
             yield Problem(f"@{update.name}" if update is not None else f"@{name}", what)
+
+
+def _handed_out(update: Graph | None) -> set[str]:
+    """Return the variables whose new values an update hands out, to stages that read them."""
+    if update is None:
+        return set()
+    return {op.var for _, op in touching_ops(update) if op.kind == "write" and op.ins[0] in update.outs}
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -29,7 +29,9 @@ def update_late(module: Module, schedule: Schedule, delay: int) -> Schedule:
         s.index: [k for k in _AGREEING if (s.index in summing if k == SUM else module.stage_graph(s.index, k))]
         for s in module.stages
     }
-    waiting = {s.index for s in module.stages if s.index in summing or _waits(module, s.index)} if delay else set()
+    waits = {s.index for s in module.stages if s.index in summing or _waits(module, s.index)}
+    # A stage without forwards has no weights that one reads.
+    waiting = {stage for stage in waits if module.stage_graph(stage, FORWARD)} if delay else set()
     ranks = {
         rank: _agreeing(program, schedule.microbatches, delay, kinds, waiting)
         for rank, program in schedule.ranks.items()

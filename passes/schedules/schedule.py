@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
+from penstock.ir.batch_shares import updating_stages
 from penstock.ir.graph import Module
 from penstock.ir.schedule import MOST_MICROBATCHES, PER_BATCH, Action, Program, Schedule
 from penstock.ir.schedule_names import NAMES, PACKED, TRAINING
@@ -171,13 +172,24 @@ def schedule(module: Module, options: ScheduleOptions) -> Module:
             where="schedule",
             hint="leave out autodiff for inference, or use kind=1f1b",
         )
-    result = result.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ())
+    result = _with_updaters(module, result.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ()))
     return module.but(schedule=update_late(module, result, row.delay if isinstance(row, ScheduleKind) else 0))
+
+
+def _with_updaters(module: Module, schedule: Schedule) -> Schedule:
+    """Return the schedule with the ranks of stages that only update weights of others (training/update_on.py)."""
+    ranks = {
+        rank: Program((), (Action(UPDATE, stage, 1),))
+        for stage in updating_stages(module)
+        for rank in module.ranks_of(stage)
+    }
+    return Schedule(schedule.name, schedule.microbatches, {**schedule.ranks, **ranks})
 
 
 def _of_teams(module: Module, options: ScheduleOptions) -> Schedule:
     """Return the schedule of ranks that run one stage each."""
-    teams = [module.mesh_of(s.index).teams() for s in module.stages]
+    updaters = updating_stages(module)
+    teams = [module.mesh_of(s.index).teams() for s in module.stages if s.index not in updaters]
     _check_size(len(teams), options.microbatches)
     shares = shares_of(options.shares, list(map(len, teams)), options.microbatches)
     return _for_all(build_schedule(options.kind, len(teams), options.microbatches, shares), teams)
@@ -185,7 +197,8 @@ def _of_teams(module: Module, options: ScheduleOptions) -> Schedule:
 
 def _of_packs(module: Module, options: ScheduleOptions) -> Schedule:
     """Return the schedule of ranks that may run several stages."""
-    packs = list(dict.fromkeys(module.rank_packs()))
+    updaters = {(stage,) for stage in updating_stages(module)}
+    packs = [pack for pack in dict.fromkeys(module.rank_packs()) if pack not in updaters]
     teams = [module.mesh_of(stages[0]).teams() for stages in packs]
     shares = {*shares_of(options.shares, list(map(len, teams)), options.microbatches)}
     if len(shares) > 1:

@@ -51,6 +51,8 @@ WORDS = {
     "RP": "receive of parts of gradients of batch",
     "SN": "send of the norm of the gradients of batch",
     "RN": "receive of the norm of the gradients of batch",
+    "SU": "send of new weights after batch",
+    "RU": "receive of new weights after batch",
     "SB": "send of the gradient of microbatch",
     "RF": "receive of microbatch",
     "RB": "receive of the gradient of microbatch",

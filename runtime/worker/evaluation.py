@@ -185,7 +185,7 @@ def _program(module: Module, rank: int, count: int) -> Iterator[list[Action]]:
     for first in range(0, count, group):
         portions_of_group = range(first, min(count, first + group))
         for stage, mb in itertools.product(stages, portions_of_group):
-            if rank in runners[stage, mb % m]:
+            if rank in runners.get((stage, mb % m), ()):
                 yield list(_actions(module, routes, rank, stage, mb))
 
 

@@ -170,7 +170,8 @@ class Executor:
         self._updates, self._drops = UPDATE in kinds, DROP in kinds
         self._changes = bool(changed_vars(self.graphs.values()))
         self._held = False
-        self._last_kind = next(kind for kind in reversed(READERS) if kind in kinds)
+        # A rank that updates weights for others runs no microbatches.
+        self._last_kind = next((kind for kind in reversed(READERS) if kind in kinds), UPDATE)
 
     # -------------------------------------------------------------------------------------------- the loop
 
@@ -218,9 +219,9 @@ class Executor:
                 self._times.end(action, begun)
             if retires is not None and self.retire:
                 stage.store.retire(retires)
-            is_last = action.mb % self.schedule.microbatches == self._share[-1]
+            is_last = not self._share or action.mb % self.schedule.microbatches == self._share[-1]
             if kind == stage._last_kind and (unit == 1 or is_last):
-                self._finish_unit(action.mb // unit)
+                self._finish_unit(action.mb if action.once else action.mb // unit)
             if self._times is not None:
                 if kind == stage._last_kind and is_last and not stage._updates and not stage.is_loss_stage:
                     stage._end_batch(action.mb // self.schedule.microbatches, None)
@@ -327,6 +328,10 @@ class Executor:
 
     def update(self, action: Action) -> None:
         version = self.store.version + 1 if action.version is None else action.version
+        # No microbatch reads weights that are updated here for other stages.
+        live = {v for versions in self.store.versioned.values() for v in versions.live()} if not self._share else set()
+        for old in live if self.retire else ():
+            self.store.retire(old)
         self.store.start_update(version)
         ins = [self._value(action.holder, value) for value in self._largest.taken[action.computation]]
         results = self._call(action.computation, action._replace(version=version), ins)
@@ -334,20 +339,21 @@ class Executor:
             return
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
+        self.store.put_all(action.holder, {name: results[name] for name in self._largest.new_weights})
         self._note(action._replace(version=version))
         self._end_batch(action.mb, results.get(NORM))
 
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
         self.transport.send(action, {value.name: self._value(action.holder, value) for value in edge.values})
-        if not action.once:
-            # A value that several ranks take stays until it was sent to the last of them.
-            number = action.mb % self.schedule.microbatches
-            left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind, action.stage, number]) - 1
-            if left:
-                self._unsent[action.kind, action.mb] = left
-            else:
-                self.store.keep_only(action.mb, self._of(action.mb).sent_later[action.kind])
+        # A value that several ranks take stays until it was sent to the last of them.
+        number = 0 if action.once else action.mb % self.schedule.microbatches
+        left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind, action.stage, number]) - 1
+        if left:
+            self._unsent[action.kind, action.mb] = left
+        else:
+            size = self._largest if action.once else self._of(action.mb)
+            self.store.keep_only(action.holder, size.sent_later[action.kind])
 
     def hand_on(self, action: Action) -> None:
         edge = self.transport.edge_of(action)

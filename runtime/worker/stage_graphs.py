@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.backends.bundle.format import Bundle
 from penstock.backends.interface import graph_on_rung
-from penstock.ir.action_kinds import AGAIN, BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.action_kinds import AGAIN, BACKWARD, FORWARD, NORM_PARTS, PARTS, UPDATE, WEIGHTS
 from penstock.ir.batch_shares import fed_inputs
 from penstock.ir.graph import Graph, Module, signature
 from penstock.ir.ladder.ladder import Ladder
@@ -62,7 +62,16 @@ class StageGraphs:
         # With W split off, B keeps what W takes.
         sent_back = sent[BACKWARD]
         self.after_backward = {BACKWARD: frozenset(sent_back | for_weights), WEIGHTS: frozenset(sent_back)}
-        self.sent_later = {SEND_OF[FORWARD]: frozenset(held), SEND_OF[BACKWARD]: frozenset(for_weights)}
+        for_norm, for_update = self._taken(NORM_PARTS), self._taken(UPDATE)
+        self.sent_later = {
+            SEND_OF[FORWARD]: frozenset(held),
+            SEND_OF[BACKWARD]: frozenset(for_weights),
+            SEND_OF[PARTS]: frozenset(for_norm | for_update),
+            SEND_OF[NORM_PARTS]: frozenset(for_update),
+            SEND_OF[UPDATE]: frozenset(),
+        }
+        # What an update hands out to other ranks.
+        self.new_weights = frozenset(sent[UPDATE])
 
     def _taken(self, *kinds: str) -> set[str]:
         """Return the names of what graphs of the stage take."""

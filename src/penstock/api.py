@@ -87,15 +87,14 @@ def plan(
     packs: int = 1,
     offload: str = "none",
     spill: str = "",
+    update_on: str = "",
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
     """Run all passes. Without `training` the plan is for inference. For settings see docs/cli.md.
 
-    `stages` 0 means one per device. With `replicas` every stage lies on so many devices, which share the microbatches
-    of a batch out; `devices` names them, `shares` says how many each runs. `mesh` names the axes of every stage's
-    devices, such as `dp=2,tp=2`. Over axes but dp tensors are split as `shard` says: `preset:megatron`, `FILE.toml`,
-    `"w=[_,/tp]"`, or a mapping of names to tuples such as `(None, "tp")`, or to styles of `parallelize_module`.
+    `replicas` share the microbatches of a batch out; `devices` names them, `shares` says how many each runs. `shard` is
+    `preset:megatron`, `FILE.toml`, `"w=[_,/tp]"`, or maps names to `(None, "tp")` or to styles of `parallelize_module`.
     """
     options = PlanOptions(
         schedule=schedule,
@@ -119,6 +118,7 @@ def plan(
         packs=packs,
         offload=offload,
         spill=spill,
+        update_on=update_on,
     )
     return family.plan_family(model, cluster, training, options, Feedback(dump, progress))
 

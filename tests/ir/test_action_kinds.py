@@ -121,10 +121,12 @@ def test_the_tuples_are_those_of_the_text_of_the_ir() -> None:
         "HB",
         "HP",
         "HN",
+        "SU",
+        "RU",
     ) == KINDS
     assert tuple("FRBWPNU") == COMPUTE
-    assert PHASES == ("F", "B", "P", "N")
-    assert TAKERS == {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",)}
+    assert PHASES == ("F", "B", "P", "N", "U")
+    assert TAKERS == {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",), "U": ("U",)}
     assert BATCH_ORDER == ("AR", "P", "N", "U")
 
 

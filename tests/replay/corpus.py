@@ -35,8 +35,8 @@ PAIRS = ("cpu:0 cpu:1", "cpu:2 cpu:3")
 class Case:
     """A model and a plan for it; `training` is None for inference. `groups` names the devices of each stage where some
     have several, `library` is who computes contractions on GPUs; `mesh` and `layouts` split tensors, `zero` variables;
-    `packs` are the stages of a device, `offload` what is elsewhere. For inference, `weights` are the bits of weights,
-    and `bounded` lets the number of samples change."""
+    `packs` are the stages of a device, `offload` what is elsewhere, `update_on` who updates weights. For
+    inference, `weights` are the bits of weights, and `bounded` lets the number of samples change."""
 
     make: Callable[[], ps.Model]
     training: ps.Training | None
@@ -55,6 +55,7 @@ class Case:
     zero: int = 0
     packs: int = 1
     offload: str = "none"
+    update_on: tuple[str, ...] = ()
 
 
 def trained(
@@ -135,6 +136,9 @@ CASES: dict[str, Case] = {
     "gpt-packs-recomputed": Case(
         lambda: models.gpt(4), trained(ADAMW, microbatches=4), "zb-v", packs=2, recompute="all"
     ),
+    "tied-gpt-update-on": Case(
+        models.tied_gpt, trained(ADAMW, clip=1.0, microbatches=4), "2bw", PAIR, update_on=("cpu:3",)
+    ),
     "gpt-packs-offload": Case(
         lambda: models.gpt(4), trained(ADAMW, microbatches=4), "interleaved", packs=2, offload="state"
     ),
@@ -202,7 +206,7 @@ def with_bound(calls: list[Call], module: Module) -> list[Call]:
 def _start(case: Case) -> tuple[Module, list[Call]]:
     model = case.make()
     every = Cluster.load(DEVICES)
-    chosen = tuple(every.device(name) for name in case.devices)
+    chosen = tuple(every.device(name) for name in (*case.devices, *case.update_on))
     links = tuple(link for link in every.links if {link.a, link.b} <= set(case.devices))
     spaces = (Space("disk"),) if case.offload != "none" else ()
     module = model.module.but(cluster=replace(every, devices=chosen, links=links, spaces=spaces))
@@ -236,6 +240,7 @@ def _start(case: Case) -> tuple[Module, list[Call]]:
         layouts=case.layouts,
         zero=case.zero,
         offload=case.offload,
+        update_on=case.update_on,
         packs=case.packs,
     )
     return module, training_pipeline(case.training.pass_options(), cuts, options)

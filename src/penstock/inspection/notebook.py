@@ -27,7 +27,7 @@ from penstock.support.words import counted, shown_bytes
 
 from .summary import summarize
 
-_DECIDING = ("placement", "partition", "schedule", "recompute")
+_DECIDING = ("placement", "partition", "update-on", "schedule", "recompute")
 _WIDTH, _LEFT, _ROW = 960, 190, 22
 # Narrower boxes are not drawn: a long run stays a picture that can be opened.
 _SEEN = 0.15

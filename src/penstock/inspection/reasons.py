@@ -18,7 +18,7 @@ from penstock.support.errors import VerifyError
 from penstock.support.words import counted
 
 # The passes that decide where and how an operation is computed.
-_DECIDING = ("placement", "partition", "recompute", "libraries")
+_DECIDING = ("placement", "partition", "update-on", "recompute", "libraries")
 
 
 def stage_reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> tuple[str, ...]:

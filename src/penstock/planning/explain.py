@@ -40,7 +40,7 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
     if plan.search is None:
         yield from _left_over(module)
     for note in module.notes:
-        if note.origin in ("placement", "partition", "schedule", "recompute"):
+        if note.origin in ("placement", "partition", "update-on", "schedule", "recompute"):
             yield f"{note.origin}: {note.text}"
     if plan.prices is not None:
         yield from plan.prices.lines()

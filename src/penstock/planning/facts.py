@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.batch_shares import microbatch_size, updating_stages
 from penstock.ir.cluster.cluster import (
     CLASSES,
     MEASURED,
@@ -33,6 +33,7 @@ from penstock.passes.rewrite.precision import PrecisionOptions
 from penstock.passes.sharding.replicas.zero import ZeroOptions
 from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.simulator.forecast import binding
+from penstock.passes.training.update_on import UpdateOnOptions
 
 from .choice import Contribution, Search, compare, passed_over
 from .hints import stage_starts
@@ -118,6 +119,7 @@ def describe_plan(
         "recompute": next((call.options.mode for call in calls if isinstance(call.options, RecomputeOptions)), "none"),
         **_offload_facts(module, calls),
         **_mesh_facts(calls),
+        **_update_facts(calls),
         "stages": [
             {
                 "stage": s.index,
@@ -127,6 +129,7 @@ def describe_plan(
                 **modules.get(s.index, {}),
             }
             for s in module.stages
+            if s.index not in updating_stages(module)
         ],
         "memory": {str(rank): dict(row) for rank, row in memory_table(module).items()},
         "notes": [f"{note.origin}: {note.text}" for note in module.notes],
@@ -167,6 +170,12 @@ def _mesh_facts(calls: Sequence[Call]) -> dict[str, Any]:
     # Stages with unlike numbers of replicas have no mesh in common: their devices say it.
     placed = next((call.options.mesh for call in calls if call.name == "partition"), options.mesh)
     return {**({"mesh": placed} if placed else {}), "shard": list(options.given), **zero}
+
+
+def _update_facts(calls: Sequence[Call]) -> dict[str, Any]:
+    """Return the devices that run updates alone; nothing where stages run their own."""
+    options = next((call.options for call in calls if isinstance(call.options, UpdateOnOptions)), None)
+    return {} if options is None else {"update_on": ",".join(options.devices)}
 
 
 def _offload_facts(module: Module, calls: Sequence[Call]) -> dict[str, Any]:

@@ -264,7 +264,9 @@ def stage_starts(reference: Module, planned: Module) -> list[str | None]:
     starts: list[str | None] = [None]
     for stage in planned.stages[1:]:
         graph = planned.stage_graph(stage.index, "F")
-        results = {v.name for op in graph.ops for v in op.outs} if graph is not None else set()
+        if graph is None:  # of a stage that updates weights of others
+            continue
+        results = {v.name for op in graph.ops for v in op.outs}
         starts.append(
             _names(chain, [next(i for i, op in enumerate(chain) if any(v.name in results for v in op.outs))])[0]
         )

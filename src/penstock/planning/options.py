@@ -120,6 +120,13 @@ class PlanOptions:
         shown="SPACE",
         rare=True,
     )
+    update_on: str = setting(
+        "",
+        "devices that run updates and no stage, a CPU of the host for each: weights are updated there, and optimiser "
+        "state is there alone; under 2bw beside the next batch (default: the device of each stage)",
+        shown="DEVICE,...",
+        rare=True,
+    )
     cuda_libraries: str = setting(
         "torch",
         "who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels "

@@ -77,6 +77,7 @@ def plan_model(
     if layouts.layouts:
         options = replace(options, mesh=layouts.mesh, shard=tuple(layouts.layouts.values()))
     options = _with_replicas(options, training is not None)
+    _check_updates_elsewhere(cluster, options, training is not None)
     options = replace(options, devices=tuple(map(tuple, options.devices)) or _in_groups(cluster, options))
     _check_alike(cluster, options.devices)
     shares = _shares(cluster, options)
@@ -175,6 +176,7 @@ def _pipeline(
         offload=options.offload,
         space=_space_name(cluster, options.spill),
         zero=options.zero,
+        update_on=_updaters(options),
     )
     if training is not None and options.weights != "f32":
         raise UsageError(
@@ -245,6 +247,31 @@ def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:
     return options if options.mesh else replace(options, mesh=f"{REPLICAS}={replicas}", replicas=1)
 
 
+def _updaters(options: PlanOptions) -> tuple[str, ...]:
+    """Return the devices that run updates alone."""
+    return tuple(name.strip() for name in options.update_on.split(",")) if options.update_on else ()
+
+
+def _check_updates_elsewhere(cluster: Cluster, options: PlanOptions, trains: bool) -> None:
+    """Refuse what updates on other devices do not go with; one error names all of it."""
+    if not options.update_on:
+        return
+    known = [device.name for device in cluster.devices]
+    problems = [] if trains else ["an inference has no updates: compile with --loss"]
+    strange = [name for name in _updaters(options) if name not in known]
+    problems += [f"{name!r} is no device of the cluster, which has {', '.join(known)}" for name in strange]
+    computing = {name for names in options.devices for name in names}
+    problems += [f"{name} computes a stage as well" for name in _updaters(options) if name in computing]
+    if options.zero:
+        problems.append("--zero: replicas update their own parts of variables")
+    if options.mesh and not options.zero:
+        problems.append("--mesh: tensors that are split are updated where they lie")
+    if options.offload != "none":
+        problems.append(f"--offload {options.offload}: what is elsewhere is on the device for updates there")
+    if problems:
+        raise UsageError(f"--update-on {options.update_on} cannot be:" + itemised(problems))
+
+
 def _are_unlike(options: PlanOptions) -> bool:
     """Return whether stages that share variables out have unlike numbers of replicas, which no one mesh says."""
     return bool(options.zero) and len({len(names) for names in options.devices}) > 1
@@ -255,9 +282,12 @@ def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...],
     stages, replicas = options.stages, _devices_per_stage(options)
     if ";" in options.mesh:
         return _in_unlike_groups(cluster, options)
-    if replicas == 1:
+    updaters = _updaters(options)
+    if replicas == 1 and not updaters:
         return ()
-    names = [device.name for device in cluster.devices]
+    names = [device.name for device in cluster.devices if device.name not in updaters]
+    if not stages and options.split_at:
+        stages = (len(options.split_at) + 1) // options.packs
     count = stages or len(names) // replicas
     if replicas < 1 or count < 1 or count * replicas > len(names):
         what = (

@@ -3,8 +3,8 @@
 In: a path. Out: options of `ps.plan`.
 
 Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute`, `offload`, `spill`,
-`mesh`, `shard`, `zero` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
-model (nothing for the first stage). With a mesh there is a share for each of its replicas.
+`update_on`, `mesh`, `shard`, `zero` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or
+value of the model (nothing for the first stage). With a mesh there is a share for each of its replicas.
 Everything else in such a file says what was predicted, and is not read. All problems are reported in one error.
 """
 
@@ -37,6 +37,7 @@ _READ = (
     "recompute",
     "offload",
     "spill",
+    "update_on",
     "mesh",
     "shard",
     "zero",
@@ -85,6 +86,8 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         problems.append(f"samples_per_microbatch must be a number from 1 on, got {samples!r}")
     if not isinstance(content.get("spill", ""), str):
         problems.append(f"spill must be a folder or the name of a memory space, got {content['spill']!r}")
+    if not isinstance(content.get("update_on", ""), str):
+        problems.append(f"update_on must be names of devices with commas between, got {content['update_on']!r}")
     replicas = _replicas(content, problems)
     stages = _listed_stages(content, problems)
     for number, stage in enumerate(stages):
@@ -106,7 +109,7 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
     }
     return options | {
         name: content[name]
-        for name in ("precision", "wire", "mesh", "shard", "zero", "offload", "spill")
+        for name in ("precision", "wire", "mesh", "shard", "zero", "offload", "spill", "update_on")
         if name in content
     }, samples
 

@@ -72,6 +72,8 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     first = next(i for i, call in enumerate(before) if call.name == "partition")
     if ";" in before[first].options.mesh:
         raise UsageError("stages have a mesh each, so it cannot be planned anew", where=str(bundle.path))
+    if any(call.name == "update-on" for call in before):
+        raise UsageError("updates run on devices of their own, so it cannot be planned anew", where=str(bundle.path))
     cluster = _without(reference.cluster, devices)
     placed = _placed(bundle, cluster, mesh_axes(before[first].options.mesh))
     calls = _changed(before[first:], placed, bundle)

@@ -109,7 +109,7 @@ def test_each_fault_is_told(graph: str, old: str, new: str, said: str) -> None:
         ("s0.B", ", not saved by @s0.F, not returned by @s*.B of another stage"),
         ("s1.W", ", not saved by @s1.F, not saved by @s1.B"),
         ("s1.N", ", not returned by @s*.P of another stage"),
-        ("s1.U", ", not returned by @s*.P or @s*.N of another stage"),
+        ("s1.U", ", not returned by @s*.P or @s*.N or @s*.U of another stage"),
     ],
 )
 def test_an_input_that_nobody_provides_is_told_with_all_who_could(graph: str, tried: str) -> None:

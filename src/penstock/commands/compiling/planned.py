@@ -168,6 +168,11 @@ def _searched(
         "--pin": arguments.pin,
     }
     flags = [flag for flag, value in fixed.items() if value]
+    if arguments.update_on:
+        raise UsageError(
+            "--update-on with --batch: the planner knows updates on the devices of stages alone",
+            hint="leave --batch out, and give --dim, --microbatches and --devices",
+        )
     if arguments.mesh or arguments.shard:
         raise UsageError(
             f"{'--mesh' if arguments.mesh else '--shard'} with --batch: the planner knows no meshes",
@@ -200,6 +205,7 @@ def _from_file(
         "packs",
         "offload",
         "spill",
+        "update_on",
         "microbatches",
         "split_at",
         "split_by",
