@@ -270,6 +270,17 @@ class TileMessages:
         for ends, sender, taker in dict.fromkeys((ends, s, taker) for (ends, taker, _), line in lines for s in line):
             yield ends, sender, taker, tuple(piece.value for piece in self.slices(ends, sender, taker))
 
+    def moved_bytes(self, ends: EdgeEnds) -> dict[str, int]:
+        """Return the bytes of each value that travel over an edge for a microbatch or batch, over all ranks and links
+        of chains; nothing before receives say who sends."""
+        moved: dict[str, int] = {}
+        lines = [(taker, of, line) for (end, taker, of), line in self._senders.items() if end == ends]
+        first = min((of for _, of, _ in lines), default=0)
+        for taker, of, line in lines:
+            for piece in (piece for sender in line if of == first for piece in self.slices(ends, sender, taker)):
+                moved[piece.whole] = moved.get(piece.whole, 0) + piece.value.type.nbytes
+        return moved
+
     def arriving(self, ends: EdgeEnds) -> tuple[Value, ...]:
         """Return the values of an edge with their types on one device of the stage that takes them."""
         return edge_values(self._module, self._edges[ends], ends[1])
@@ -303,6 +314,14 @@ def message_values(module: Module, ends: EdgeEnds, sender: int, taker: int) -> t
     if ends in messages:
         return tuple(piece.value for piece in messages.slices(ends, sender, taker))
     return tuple(v for e in _edges_at(module, ends) for v in module.local_values(e.values, e.src))
+
+
+def moved_bytes(module: Module, edge: Edge) -> dict[str, int]:
+    """Return the bytes of each value of an edge that travel for a microbatch or batch: those of all messages where it
+    travels in tiles, else those of the value."""
+    ends = (edge.src, edge.dst, edge.phase)
+    moved = tile_messages(module).moved_bytes(ends) if travels_in_tiles(edge) else {}
+    return moved or {value.name: value.type.nbytes for value in edge.values}
 
 
 def _edges_at(module: Module, ends: EdgeEnds) -> Iterator[Edge]:

@@ -20,6 +20,7 @@ from penstock.ir.names import in_words_of_source
 from penstock.ir.ops import cost_of
 from penstock.ir.ops.caches import BLOCK
 from penstock.ir.schedule import COMPUTE, PER_BATCH
+from penstock.ir.sharding.tile_messages import moved_bytes
 from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.simulator.forecast import seconds_of
 
@@ -201,7 +202,7 @@ def _stages(module: Module) -> Iterator[StageFacts]:
             max((busy[rank] for rank in ranks if rank in busy), default=None),
             max((peaks[rank] for rank in ranks if rank in peaks), default=None),
             sum(
-                sum(v.type.nbytes for v in edge.values) * _times(module, edge.phase)
+                sum(moved_bytes(module, edge).values()) * _times(module, edge.phase)
                 for edge in module.edges
                 if edge.src == stage.index
             ),
@@ -221,7 +222,7 @@ def _messages(module: Module, renamed: Mapping[str, str]) -> Iterator[MessageFac
             edge.dst,
             edge.phase,
             values,
-            sum(v.type.nbytes for v in edge.values),
+            sum(moved_bytes(module, edge).values()),
             "batch" if edge.phase in PER_BATCH else "microbatch",
         )
 

@@ -25,6 +25,7 @@ from penstock.ir.graph import Module, graph_stage
 from penstock.ir.memory.workspace import is_inline
 from penstock.ir.schedule import PER_BATCH
 from penstock.ir.sharding.between_meshes import edge_values
+from penstock.ir.sharding.tile_messages import moved_bytes
 from penstock.ir.text import print_op
 from penstock.passes.costs.prices import bound
 from penstock.passes.kernels.divide import Kernel
@@ -201,8 +202,11 @@ def _crossings(module: Module, places: Sequence[OpPlace]) -> Iterator[Crossing]:
     operands = {(graph_stage(place.graph), v) for place in places for v in place.op.ins}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for edge in module.edges:
-        ends = edge_values(module, edge, edge.src), edge_values(module, edge, edge.dst)
+        ends, moved = (
+            (edge_values(module, edge, edge.src), edge_values(module, edge, edge.dst)),
+            moved_bytes(module, edge),
+        )
         for value, left, arrived in zip(edge.values, *ends, strict=True):
             if left in results or (edge.dst, arrived) in operands:
                 times = 1 if edge.phase in PER_BATCH else microbatches
-                yield Crossing(value.name, str(value.type), edge.src, edge.dst, edge.phase, value.type.nbytes, times)
+                yield Crossing(value.name, str(value.type), edge.src, edge.dst, edge.phase, moved[value.name], times)

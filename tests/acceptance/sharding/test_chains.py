@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.commands.parser import main
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.schedule import HANDS
-from penstock.ir.sharding.tile_messages import TileEnds, tile_messages
+from penstock.ir.sharding.tile_messages import TileEnds, moved_bytes, tile_messages
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.communicate import senders
@@ -81,6 +81,9 @@ def test_verify_simulate_and_text_know_what_is_handed_on(
 ) -> None:
     chain, _ = plans
     assert parse_module(print_module(chain.module)) == chain.module
+    # Each of three links carries the whole value.
+    edge = next(edge for edge in chain.module.edges if edge.phase == "F")
+    assert sum(moved_bytes(chain.module, edge).values()) == 3 * ROWS * WIDTH * 4
     bundle = str(ps.compile(chain, tmp_path / "b", backend="numpy"))
     assert main(["verify", bundle, "--steps", "1"]) == 0
     assert main(["simulate", bundle]) == 0

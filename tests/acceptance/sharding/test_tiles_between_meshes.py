@@ -17,8 +17,10 @@ from acceptance.sharding.changed_schedules import wired_problems
 from torch import nn
 
 import penstock as ps
+from penstock.inspection.summary import summarize
 from penstock.inspection.views.links import show_links
 from penstock.ir.cluster.cluster import Cluster, Device, Host
+from penstock.ir.sharding.tile_messages import moved_bytes
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.layouts import check_local
 from penstock.ir.verify.messages import check_wired
@@ -65,6 +67,20 @@ def test_text_and_links_say_who_sends_what(tmp_path: Path) -> None:
     ]
     sent = {row[0]: row[6] for row in rows[2:] if row[2] == "F"}
     assert sent == {"0 > 2": "3.5 KiB", "0 > 3": "2.5 KiB", "1 > 3": "1.0 KiB", "1 > 4": "3.5 KiB"}
+
+
+def test_summaries_and_reasons_count_what_travels(tmp_path: Path) -> None:
+    """Three ranks take the residual of 1,536 bytes each, and a third of 6,144 bytes each; the values are 7,680 bytes."""
+    plan = planned(tmp_path)
+    facts = summarize(plan.module)
+    forward = next(message for message in facts.messages if message.phase == "F")
+    assert forward.nbytes == 3 * 1536 + 6144
+    assert facts.stages[0].sent == m.MICROBATCHES * forward.nbytes
+    edge = next(edge for edge in plan.module.edges if edge.phase == "F")
+    assert moved_bytes(plan.module, edge) == {"h.1.attn.residual": 3 * 1536, "h.1.mlp.fc.product": 6144}
+    # Before anybody receives, it is not known who sends: the values count.
+    bare = plan.module.but(schedule=replace(plan.module.schedule, ranks={}))
+    assert sum(moved_bytes(bare, edge).values()) == 1536 + 6144
 
 
 class _Halved(nn.Module):

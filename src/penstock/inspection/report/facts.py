@@ -25,6 +25,7 @@ from penstock.ir.graph import PARAM, Module
 from penstock.ir.memory.predict import Memory, measure_memory
 from penstock.ir.ops.caches import BLOCK
 from penstock.ir.schedule import PER_BATCH
+from penstock.ir.sharding.tile_messages import moved_bytes
 from penstock.passes.manager import count_ops
 from penstock.passes.simulator.forecast import binding
 from penstock.planning.predict import Predicted, predict, predict_here
@@ -189,9 +190,10 @@ def _links(module: Module, predicted: Predicted, strings: Strings) -> dict[str, 
             "to": edge.dst,
             "phase": edge.phase,
             "per": "batch" if edge.phase in PER_BATCH else "microbatch",
-            "values": [[strings[v.name], strings[str(v.type)], v.type.nbytes] for v in edge.values],
+            "values": [[strings[v.name], strings[str(v.type)], moved[v.name]] for v in edge.values],
         }
         for edge in module.edges
+        for moved in (moved_bytes(module, edge),)
     ]
     # JSON has no number for the rate of an infinitely fast link.
     uses = [
