@@ -136,6 +136,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, tuple[str,
     reasons: dict[int, str] = {}
     steps: dict[int, float | None] = {}
     unlike = of_another_kind(planner)
+    run = "a batch" if SCHEDULES[best.plan.schedule].trains else counted(best.plan.count, "microbatch")
     for i in idle:
         group = frozenset(next(g for g in groups if i in g))
         first = min(group)
@@ -149,9 +150,9 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, tuple[str,
             if outcome is None:
                 reasons[first] = "no plan that uses it fits" if again.sees_all else "no plan was found that uses it"
             elif outcome.step > best.step and (longer := shown_seconds(outcome.step)) != shown_seconds(best.step):
-                reasons[first] = f"a batch would take {longer} with it instead of {shown_seconds(best.step)}"
+                reasons[first] = f"{run} would take {longer} with it instead of {shown_seconds(best.step)}"
             else:
-                reasons[first] = f"a batch would take as long with it, {shown_seconds(best.step)}"
+                reasons[first] = f"{run} would take as long with it, {shown_seconds(best.step)}"
             if outcome is not None and i in unlike:
                 reasons[first] += f": {price_elsewhere(again, outcome.plan, group)}"
         yield fleet.devices[i].name, (reasons[first], steps[first])
@@ -174,14 +175,14 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
         for name in wanted.schedules
         if name not in result.outcomes
     ]
-    for mode in ("none", "all"):
+    for mode in ("none", "all") if SCHEDULES[schedule].trains else ():
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
             other = planner.but(replace(wanted, recompute=mode))
             stages = tuple(replace(stage, recompute=mode == "all", in_parts=False) for stage in best.plan.stages)
             known = replace(best.plan, stages=stages)
             changes.append(_change(f"recomputation: {mode}", other, schedule, known))
     limited = any(device.memory is not None for device in fleet.devices)
-    if limited and not wanted.zero and len(fleet) > 1:
+    if limited and not wanted.zero and len(fleet) > 1 and SCHEDULES[schedule].trains:
         shared = replace(best.plan, zero=1 if any(len(stage.devices) > 1 for stage in best.plan.stages) else 0)
         changes.append(_change("level 1 of zero (--zero 1)", planner.but(replace(wanted, zero=1)), schedule, shared))
     for devices, name, lost in _without(result):
@@ -265,6 +266,8 @@ def nearest(planner: Planner) -> DoesNotFit:
         "share optimiser state out among replicas (--zero 1)": replace(wanted, zero=1 if len(fleet) > 1 else 0),
         "do all of this: --recompute auto, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
     }
+    # Inference computes nothing again, and its microbatches are those of the model.
+    tries = tries if any(SCHEDULES[schedule].trains for schedule in wanted.schedules) else {}
     current = replace(wanted, sizes=wanted.microbatch_sizes())
     questions = [*tries, "more devices", "more memory"]
 

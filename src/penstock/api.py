@@ -19,8 +19,8 @@ from penstock.ir.schedule_names import PACKED, SYNCHRONOUS
 from penstock.passes.sharding.written import layouts_of
 from penstock.planning import build, search
 from penstock.planning import model as models
-from penstock.planning.lengths import family
 from penstock.planning.model import Load, Model, Size
+from penstock.planning.objectives import choose
 from penstock.planning.options import BuildOptions, PlanOptions, SearchOptions
 from penstock.planning.plan import Plan
 from penstock.planning.watching import Feedback, ProgressHook
@@ -80,6 +80,7 @@ def plan(
     recompute: str = "auto",
     cuda_libraries: str = "torch",
     wire: str = "f32",
+    objective: str = "",
     hints: bool = True,
     mesh: str = "",
     shard: str | Sequence[str] | Mapping[str, Any] = (),
@@ -93,9 +94,7 @@ def plan(
 ) -> Plan:
     """Run all passes. Without `training` the plan is for inference. For settings see docs/cli.md.
 
-    `replicas` share the microbatches of a batch out; `devices` names them, `shares` says how many each runs. `shard` is
-    `preset:megatron`, `FILE.toml`, `"w=[_,/tp]"`, or maps names to `(None, "tp")` or to styles of `parallelize_module`.
-    """
+    `shard` is text, or maps names to `(None, "tp")` or to styles of `parallelize_module` (docs/sharding.md)."""
     options = PlanOptions(
         schedule=schedule,
         stages=stages,
@@ -111,6 +110,7 @@ def plan(
         recompute=recompute,
         cuda_libraries=cuda_libraries,
         wire=wire,
+        objective=objective,
         hints=hints,
         mesh=mesh,
         shard=layouts_of(shard),
@@ -120,7 +120,7 @@ def plan(
         spill=spill,
         update_on=update_on,
     )
-    return family.plan_family(model, cluster, training, options, Feedback(dump, progress))
+    return choose.plan_for_objective(model, cluster, training, options, Feedback(dump, progress))
 
 
 def plan_best(

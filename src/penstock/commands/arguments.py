@@ -117,7 +117,7 @@ def _add_dividing(dividing: Flags) -> None:
     show_rarely(plan)
     add_settings(dividing, PlanOptions, "mesh", "shard", "zero")
     add_settings(dividing, PlanOptions, "packs", "replicas", "recompute", "wire", left_open=True)
-    add_settings(dividing, PlanOptions, "offload", "spill", "update_on", left_open=True)
+    add_settings(dividing, PlanOptions, "offload", "spill", "update_on", "objective", left_open=True)
     add_settings(dividing, PlanOptions, "split_by", left_open=True)
     add_settings(dividing, PlanOptions, "split_at", "pin", "hints", "cuda_libraries")
 

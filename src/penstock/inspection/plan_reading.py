@@ -47,6 +47,18 @@ class _Contribution(msgspec.Struct):
     reason: str = ""
 
 
+class _Served(msgspec.Struct):
+    devices: list[str]
+    latency_s: float
+    pace_s: float
+
+
+class _Objective(msgspec.Struct):
+    name: str
+    microbatches: int
+    plans: dict[str, _Served]
+
+
 class _Planner(msgspec.Struct):
     step_s: float
     bound_s: float
@@ -64,6 +76,7 @@ class _Planner(msgspec.Struct):
     against_s: float = 0.0
     unsure: list[str] = []
     devices: list[_Contribution] = []
+    objective: _Objective | None = None
 
 
 class _Plan(msgspec.Struct):

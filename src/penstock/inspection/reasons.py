@@ -64,6 +64,16 @@ def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[
 
 def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterator[str]:
     step, schedule = float(planner["step_s"]), planner.get("formulas_of", plan.get("schedule", ""))
+    objective = planner.get("objective")
+    unit = "batch" if objective is None else counted(objective["microbatches"], "microbatch")
+    if objective is not None:
+        for name, row in objective["plans"].items():
+            alone, many = shown_seconds(row["latency_s"]), shown_seconds(row["pace_s"])
+            yield (
+                f"for {name} {'it is' if name == objective['name'] else 'it would be'} "
+                f"{counted(len(row['devices']), 'stage')} on {', '.join(row['devices'])}: "
+                f"{alone} from input to output, {many} for each in a run"
+            )
     if "formulas_of" in planner:
         yield f"{plan.get('schedule')} with several stages on a device was faster than {schedule}, by simulation"
     for kind, row in planner.get("packs", {}).items():
@@ -74,12 +84,12 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
     if planner["proven"]:
         yield (
             f"by the planner's formulas no plan of {schedule} for what was given is faster than its "
-            f"{shown_seconds(step)} per batch"
+            f"{shown_seconds(step)} per {unit}"
         )
     else:
         bound = shown_seconds(float(planner["bound_s"]))
         yield (
-            f"the planner's formulas give {shown_seconds(step)} per batch, and no plan of {schedule} takes less "
+            f"the planner's formulas give {shown_seconds(step)} per {unit}, and no plan of {schedule} takes less "
             f"than {bound} by them"
         )
     if "passed_over" in planner:
@@ -88,7 +98,7 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
     yield f"with one thing changed in what was given, by the formulas, against {shown_seconds(usual)}:"
     for kind, seconds in planner["schedules"].items():
         if kind != schedule and kind not in planner["refused"] and f"schedule {kind}" not in changes:
-            yield f"what if: schedule {kind}: {_against(float(seconds), usual)}"
+            yield f"what if: schedule {kind}: {_against(float(seconds), usual, unit)}"
     for kind, reason in planner["refused"].items():
         yield f"refused: {kind}: {str(reason).splitlines()[0]}"
     for name, seconds in changes.items():
@@ -96,7 +106,7 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
         if kind in planner["refused"]:
             continue
         nothing = "no plan was found" if name in planner.get("unsure", ()) else "nothing fits"
-        outcome = nothing if seconds is None else _against(float(seconds), usual)
+        outcome = nothing if seconds is None else _against(float(seconds), usual, unit)
         if kind in simulated and seconds is not None and float(seconds) < usual:
             seconds_there = simulated[kind]
             outcome += f", but {by_simulation(None if seconds_there is None else float(seconds_there))}"
@@ -105,5 +115,5 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
         yield f"{counted(len(planner['left_out']), 'device')} left out: {', '.join(planner['left_out'])}"
 
 
-def _against(other: float, step: float) -> str:
-    return f"{shown_seconds(other)} per batch, {other / step - 1:+.1%}"
+def _against(other: float, step: float, unit: str) -> str:
+    return f"{shown_seconds(other)} per {unit}, {other / step - 1:+.1%}"

@@ -43,6 +43,35 @@ class Contribution:
         return None if self.with_it is None or self.without_it is None else self.without_it / self.with_it - 1
 
 
+# The microbatches of a run that stands for throughput.
+RUN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPlan:
+    """A plan for inference by the formulas: the devices of its stages, the seconds of one microbatch from input to
+    output, and those of each in a run of RUN. No plan takes less than `bound` seconds by the objective that it is for:
+    for one microbatch, or for the run."""
+
+    devices: tuple[str, ...]
+    latency: float
+    pace: float
+    bound: float
+    proven: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The objective of a plan for inference, `latency` or `throughput`, and the plans for both."""
+
+    name: str
+    plans: Mapping[str, ServedPlan]
+
+    @property
+    def other(self) -> str:
+        return next(name for name in self.plans if name != self.name)
+
+
 @dataclass(frozen=True)
 class Search:
     """The search that led to a plan.
@@ -53,7 +82,8 @@ class Search:
     the devices the formulas were given; `with_moves` says that passes move what is too much for these, so that no other
     plan of the search can be compared with the one that was carried out. `in_bf16` makes the profile of the model in
     bfloat16, where the plan is in float32. `packs` are the best plans with several stages on a device, by schedule;
-    where one of them was carried out, it is `taken`, and `chosen` is the best plan without.
+    where one of them was carried out, it is `taken`, and `chosen` is the best plan without. A plan for inference has an
+    `objective`.
     """
 
     profile: Profile
@@ -67,6 +97,7 @@ class Search:
     with_moves: bool = False
     packs: Mapping[str, Packed] = field(default_factory=dict)
     taken: Packed | None = None
+    objective: Objective | None = None
 
     @property
     def plan(self) -> PipelinePlan:

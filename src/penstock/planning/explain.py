@@ -25,7 +25,7 @@ from penstock.runtime.generation.turn import TOKENS
 from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
 
-from .choice import Search, compare, first_reason, passed_over
+from .choice import RUN, Objective, Search, compare, first_reason, passed_over
 from .facts import ASSUMED, changes_facts, predicted_facts, rates_facts
 from .plan import Plan
 from .predict import Predicted, predict, predict_here
@@ -185,6 +185,10 @@ def _busy(predicted: Predicted) -> float:
 def argument(search: Search) -> Iterator[str]:
     """Yield the planner's reasons, a line each."""
     chosen, profile, result = search.chosen, search.profile, search.result
+    if search.objective is not None:
+        yield from _served(search.objective)
+        yield from _beside_others(search)
+        return
     plan = chosen.plan
     alone = "" if search.taken is None else f"with one stage on a device, under {plan.schedule}, "
     grain = (
@@ -229,6 +233,24 @@ def argument(search: Search) -> Iterator[str]:
             "computes; --schedule 1f1b is"
         )
     yield from _beside_others(search)
+
+
+def _served(objective: Objective) -> Iterator[str]:
+    """Yield what a plan for inference takes by the formulas, and what that for the other objective would."""
+    plan, other = objective.plans[objective.name], objective.plans[objective.other]
+    what = (
+        f"{shown_seconds(plan.latency)} for one microbatch from input to output, {shown_seconds(plan.pace)} for each "
+        f"in a run of {RUN}"
+    )
+    least = shown_seconds(plan.bound if objective.name == "latency" else plan.bound / RUN)
+    sure = "no other plan is better" if plan.proven else f"no plan takes less than {least}"
+    yield f"planner: for {objective.name}, by its formulas: {what}; {sure}"
+    yield (
+        f"planner: for {objective.other} it would be {counted(len(other.devices), 'stage')} on "
+        f"{', '.join(other.devices)}: {shown_seconds(other.latency)} from input to output "
+        f"({compare(other.latency, plan.latency)}), {shown_seconds(other.pace)} for each in a run "
+        f"({compare(other.pace, plan.pace)})"
+    )
 
 
 def _beside_others(search: Search) -> Iterator[str]:

@@ -35,7 +35,7 @@ from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.simulator.forecast import binding
 from penstock.passes.training.update_on import UpdateOnOptions
 
-from .choice import Contribution, Search, compare, passed_over
+from .choice import RUN, Contribution, Objective, Search, compare, passed_over
 from .hints import stage_starts
 from .predict import Predicted
 
@@ -220,6 +220,7 @@ def planner_facts(search: Search) -> dict[str, Any]:
         "schedules": {kind: outcome.step for kind, outcome in search.result.outcomes.items()},
         "refused": dict(search.refused),
         "left_out": search.left_out,
+        **({} if search.objective is None else {"objective": objective_facts(search.objective)}),
         **({"passed_over": passed_over(search)} if other else {}),
         **(
             {"simulated": _finite({kind: refined.step for kind, refined in search.refined.items()})}
@@ -231,6 +232,22 @@ def planner_facts(search: Search) -> dict[str, Any]:
         **({"stopped": True} if search.result.stopped else {}),
         **(changes_facts(search) if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
+
+
+def objective_facts(objective: Objective) -> dict[str, Any]:
+    """Return the objective of a plan for inference, and what the plans for both take. `step_s` of the planner is that
+    of `microbatches`."""
+    plans = {
+        name: {
+            "devices": list(plan.devices),
+            "latency_s": plan.latency,
+            "pace_s": plan.pace,
+            "bound_s": plan.bound,
+            "proven": plan.proven,
+        }
+        for name, plan in objective.plans.items()
+    }
+    return {"name": objective.name, "microbatches": 1 if objective.name == "latency" else RUN, "plans": plans}
 
 
 def packs_facts(search: Search) -> dict[str, Any]:

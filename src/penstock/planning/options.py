@@ -141,6 +141,13 @@ class PlanOptions:
         choices=FLOATS,
         rare=True,
     )
+    objective: str = setting(
+        "",
+        "for inference: the planner chooses stages and devices, for the least time of one microbatch alone or for most "
+        "of them per second (default: all devices, in order; of --workload: throughput)",
+        choices=("throughput", "latency"),
+        rare=True,
+    )
     hints: bool = setting(
         True,
         "placement hints in the model (layouts of tensors, pipeline stages, layer_ann): follow them where they fit, or "

@@ -26,7 +26,7 @@ _OWN = ("workload", "objective", "contiguous", "any")
 
 def check(arguments: Namespace) -> None:
     """Raise UsageError unless a plan is one of a model or one of a workload."""
-    flags = [f"--{name}" for name in _OWN if getattr(arguments, name)]
+    flags = [f"--{name}" for name in _OWN if name != "objective" and getattr(arguments, name)]
     if arguments.workload is None:
         if flags:
             raise UsageError(f"{', '.join(flags)} without --workload", hint="these are for placement files")

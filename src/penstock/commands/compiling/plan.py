@@ -33,17 +33,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     file = workload.add_argument(
         "--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)"
     )
-    objective = workload.add_argument(
-        "--objective",
-        choices=("throughput", "latency"),
-        help="what is minimised: the largest load of a device, or the time of one sample alone (default: throughput)",
-    )
     splits = workload.add_mutually_exclusive_group()
     contiguous = splits.add_argument(
         "--contiguous", action="store_true", help="devices take contiguous sets of nodes (default)"
     )
     anything = splits.add_argument("--any", action="store_true", help="devices take any nodes: throughput only")
-    show_rarely(trace, file, objective, contiguous, anything)
+    show_rarely(trace, file, contiguous, anything)
 
 
 def run(arguments: Namespace) -> None:

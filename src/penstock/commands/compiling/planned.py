@@ -41,8 +41,8 @@ def plan_of(arguments: Namespace, dump: Dump | None) -> Plan:
 
 
 def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
-    from penstock.planning.lengths.family import plan_family  # lazy: heavy
     from penstock.planning.model import ModelFile  # lazy: heavy
+    from penstock.planning.objectives.choose import plan_for_objective  # lazy: heavy
 
     training, cluster = training_of(arguments), _cluster(arguments)
     reading = settings_from(ReadingOptions, arguments)
@@ -57,6 +57,9 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
         raise UsageError(
             f"{', '.join(bounded)} with {flag}: bounds are for inference without a plan", hint="leave one out"
         )
+    if arguments.objective and (arguments.batch is not None or arguments.plan is not None):
+        flag = "--batch" if arguments.batch is not None else "--plan"
+        raise UsageError(f"--objective with {flag}: objectives are for inference without a plan", hint="leave one out")
     if arguments.batch is not None:
         plan = _searched(arguments, source, cluster, training, feedback)
         _report(plan.model)
@@ -77,10 +80,11 @@ def _planned(arguments: Namespace, feedback: Feedback) -> Plan:
         options.mesh,
         options.shard,
         options.stages,
+        options.objective,
     )
     if options.hints and not any(devices_settings):
         cluster = _of_model(model, cluster)
-    return plan_family(model, _measured(arguments, cluster), training, options, feedback)
+    return plan_for_objective(model, _measured(arguments, cluster), training, options, feedback)
 
 
 def _of_decoder(
@@ -96,6 +100,8 @@ def _of_decoder(
         problems.append("a folder of Hugging Face is compiled to generate text: add --generate")
     if training is not None or arguments.batch is not None:
         problems.append("a decoder is not trained: leave out --loss, --train and --batch")
+    if arguments.objective:
+        problems.append("text is generated on one device: leave out --objective")
     if len(cluster.devices) > 1 or arguments.plan is not None:
         problems.append("text is generated on one device: leave out --devices, --stages, --mesh and --plan")
     if flags := given(reading):

@@ -1,0 +1,128 @@
+"""The choice of stages and devices for inference: `--objective latency` or `throughput`.
+
+In: a model without a loss, a cluster, the objective. Out: a Plan with the `Search` that led to it. The planner is that
+of trainings, with the schedule forward: of one microbatch for latency, which is then the sum of stages and messages
+from input to output; of a run of many, one behind the other, for throughput. Stages have one device each.
+
+Both objectives are searched, so that a plan says what the other one would take. Where the passes refuse a plan for
+exact memory, plans for somewhat less memory follow, as in a training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.calibration.corrections import best_prices
+from penstock.frontends.training import Training
+from penstock.ir.batch_shares import microbatch_size
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.schedule_names import INFERENCE
+from penstock.passes.planner.argue import Result, plan_chain
+from penstock.passes.planner.cost import judge
+from penstock.passes.planner.fleet import fleet_of
+from penstock.passes.planner.plan import PipelinePlan, PlanRequest
+from penstock.passes.planner.planner import Outcome
+from penstock.passes.planner.profile import Profile, profile_chain
+from penstock.planning.choice import RUN, Objective, Search, ServedPlan
+from penstock.planning.lengths.family import plan_family
+from penstock.planning.model import Model
+from penstock.planning.options import PlanOptions
+from penstock.planning.pipeline import before_partition
+from penstock.planning.plan import Plan
+from penstock.planning.tries import tries
+from penstock.planning.watching import SILENT, Feedback
+from penstock.support.errors import DoesNotFit, UsageError, VerifyError
+from penstock.support.settings import flags_of, settings_of
+
+_DEFAULTS = PlanOptions()
+_CHOSEN = (
+    *("stages", "packs", "split_at", "split_by", "pin", "replicas", "devices", "shares", "mesh", "shard", "zero"),
+    *("offload", "spill", "update_on"),
+)
+_COUNTS = {"latency": 1, "throughput": RUN}
+
+
+def plan_for_objective(
+    model: Model,
+    cluster: Cluster,
+    training: Training | None = None,
+    options: PlanOptions = _DEFAULTS,
+    feedback: Feedback = SILENT,
+) -> Plan:
+    """Plan a model; with an objective the planner chooses stages and devices."""
+    if not options.objective:
+        return plan_family(model, cluster, training, options, feedback)
+    _check(training, options)
+    plain = replace(options, objective="")
+    module = before_partition(model, cluster, None, plain, feedback)
+    fastest = max(cluster.devices, key=lambda device: device.flops)
+    size = microbatch_size(module)
+    profile = profile_chain({size: module}, fastest, best_prices(), wire=options.wire, shared=cluster.is_shared)
+    results = {name: _searched(profile, cluster, size, count) for name, count in _COUNTS.items()}
+    result, refused = results[options.objective], dict[str, Exception]()
+    too_large: dict[PipelinePlan, DoesNotFit] = {}
+    for _, outcome, _ in tries(result, {INFERENCE: (result.best, [])}, {}, too_large):
+        try:
+            plan = _carried_out(outcome.plan, profile, model, cluster, plain, feedback)
+        except (VerifyError, DoesNotFit) as error:
+            refused.setdefault(INFERENCE, error)
+            if isinstance(error, DoesNotFit) and error.excess:
+                too_large[outcome.plan] = error
+            continue
+        served = {name: _served(other, other.best) for name, other in results.items()}
+        objective = Objective(options.objective, served | {options.objective: _served(result, outcome)})
+        reasons = {kind: str(error) for kind, error in refused.items()}
+        return replace(plan, search=Search(profile, result, outcome, reasons, objective=objective))
+    raise next(iter(refused.values()))
+
+
+def _check(training: Training | None, options: PlanOptions) -> None:
+    """Refuse trainings, and settings that the planner chooses."""
+    if training is not None:
+        raise UsageError(
+            f"--objective {options.objective} is for inference",
+            hint="leave out the loss; trainings are planned with --batch",
+        )
+    described = settings_of(PlanOptions)
+    flags = [
+        flags_of(name, described[name])[0] if name in described else name
+        for name in _CHOSEN
+        if getattr(options, name) not in (getattr(_DEFAULTS, name), [])
+    ]
+    if flags:
+        raise UsageError(
+            f"{', '.join(flags)} with --objective {options.objective}: the planner chooses stages, of one device each",
+            hint="leave out one or the other",
+        )
+
+
+def _searched(profile: Profile, cluster: Cluster, size: int, count: int) -> Result:
+    """Return the best plan of a run of so many microbatches."""
+    wanted = PlanRequest(size * count, (INFERENCE,), "none", (size,), replicas=1)
+    return plan_chain(profile.chain, fleet_of(cluster), wanted)
+
+
+def _carried_out(
+    plan: PipelinePlan, profile: Profile, model: Model, cluster: Cluster, options: PlanOptions, feedback: Feedback
+) -> Plan:
+    """Run all passes over a chosen plan."""
+    planned = replace(
+        options,
+        stages=len(plan.stages),
+        split_at=[profile.starts[stage.first] for stage in plan.stages[1:]],
+        devices=[[cluster.devices[i].name for i in stage.devices] for stage in plan.stages],
+        hints=False,
+    )
+    return plan_family(model, cluster, None, planned, feedback)
+
+
+def _served(result: Result, outcome: Outcome) -> ServedPlan:
+    """Return what a plan takes by the formulas: one microbatch alone, and each of many."""
+    table, fleet, base = result.planner.table(outcome.plan.size), result.fleet, result.wanted.base
+
+    def seconds(count: int) -> float:
+        stages = tuple(replace(stage, shares=(count,)) for stage in outcome.plan.stages)
+        return judge(table, fleet, replace(outcome.plan, count=count, stages=stages), base).step
+
+    names = tuple(fleet.devices[stage.devices[0]].name for stage in outcome.plan.stages)
+    return ServedPlan(names, seconds(1), seconds(RUN) / RUN, outcome.bound, outcome.proven(result.wanted.tolerance))
