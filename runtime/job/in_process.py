@@ -23,7 +23,7 @@ is left in the environment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -66,15 +66,16 @@ class _Input(NamedTuple):
     dtype: np.dtype[Any]
     like: torch.dtype
     bounds: Range | None
+    # Makes a tensor over the memory of an array.
+    over: Callable[[np.ndarray], torch.Tensor]
 
     def tensor(self, given: Any) -> torch.Tensor | None:
         """Return what a caller gives as a tensor, over its own memory where that can be. None where it does not fit."""
         if isinstance(given, np.ndarray):
             if given.dtype != self.dtype or given.shape != self.dims:
                 return None
-            flags = given.flags
-            array = given if flags.c_contiguous and flags.writeable and flags.aligned else given.copy(order="C")
-            return tensor_of(array) if self._in_range(array) else None
+            array = given if given.flags.carray else given.copy(order="C")
+            return self.over(array) if self.bounds is None or self._in_range(array) else None
         if isinstance(given, torch.Tensor):
             if not given.is_cpu or given.dtype != self.like or given.shape != self.dims:
                 return None
@@ -150,12 +151,20 @@ class LoadedModel(GeneratesText):
         origin = {value.name: len(places) for value in called.ins if value.name.startswith(COORDINATE)}
         sizes = {bound.input: len(places) + 1 + i for i, bound in enumerate(module.bounds)}
         self._order = [None if v.name == MICROBATCH else (places | origin | sizes)[v.name] for v in called.ins]
+        # Inputs that are the graph's as they are: a call of a small model takes as long as a few lines.
+        self._plain = self._device.type == "cpu" and self._order == list(range(len(self._inputs)))
         self._origin = torch.tensor(0, dtype=torch.int64)
         self._full = tuple(torch.tensor(bound.size, dtype=torch.int64) for bound in module.bounds)
         results = [value.name for value in called.results]
         outputs = shown(self.layout.outputs, bundle.renamed)
         # Our name, the name outside, the place among the results.
         self._outputs = [(name, outputs[name], results.index(name)) for name in self.layout.outputs]
+        # What gives a result as an array. Results of compiled code on the CPU need no more than that.
+        plain = self._device.type == "cpu"
+        self._arrays = [
+            torch.Tensor.numpy if plain and self.layout.outputs[name].dtype != "bf16" else as_array
+            for name, _, _ in self._outputs
+        ]
         self._scalars = {name for name, type in self.layout.outputs.items() if not type.rank}
         self._ahead, self._key = start.offset // microbatch_size(module), start.key
         self._shared: frozenset[int] | None = None
@@ -230,18 +239,14 @@ class LoadedModel(GeneratesText):
             with self._lock:
                 number = self._stage.microbatch if mb is None else mb
                 self._stage.microbatch = number + 1
-                fed = (*tensors, self._origin, *live)
-                named = [self._drawn(number) if place is None else fed[place] for place in self._order]
-                ins = [x for x in named if x is not None]
-                if self._device.type != "cpu":
-                    ins = [x.to(self._device) for x in ins]
+                ins = self._graph_inputs(tensors, number, live)
                 results = self._call(ins)
                 if self._shared is None:
                     self._shared = _sharing(results, [*ins, *self._slots])
             shared = self._shared
             return {
-                name: as_array(results[place].clone() if place in shared else results[place])
-                for name, _, place in self._outputs
+                name: array(results[place].clone() if place in shared else results[place])
+                for (name, _, place), array in zip(self._outputs, self._arrays, strict=True)
             }
         except (RuntimeError, MemoryError) as error:
             failure = describe_failure(error)
@@ -249,13 +254,24 @@ class LoadedModel(GeneratesText):
                 raise DoesNotFit(failure.what, hint=failure.hint) from error
             raise
 
+    def _graph_inputs(
+        self, tensors: Sequence[torch.Tensor | None], number: int, live: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return what the graph takes, in its order, on its device."""
+        if not self._plain:
+            fed = (*tensors, self._origin, *live)
+            tensors = [self._drawn(number) if place is None else fed[place] for place in self._order]
+        ins = [x for x in tensors if x is not None]
+        return ins if self._device.type == "cpu" else [x.to(self._device) for x in ins]
+
     def _drawn(self, number: int) -> torch.Tensor:
         return tensor_of(number_of(number, self._ahead, self._key))
 
 
 def _input(value: Value, outside: str, bounds: Range | None) -> _Input:
     type = value.type
-    return _Input(value.name, outside, type.dims, numpy_dtype(type.dtype), TORCH_DTYPES[type.dtype], bounds)
+    over = tensor_of if type.dtype == "bf16" else torch.from_numpy
+    return _Input(value.name, outside, type.dims, numpy_dtype(type.dtype), TORCH_DTYPES[type.dtype], bounds, over)
 
 
 def _sharing(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> frozenset[int]:

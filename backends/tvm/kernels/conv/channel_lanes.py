@@ -26,7 +26,7 @@ from tvm import tirx
 
 from penstock.backends.tvm.group import PACKED
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
-from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, lanes_of
+from penstock.backends.tvm.kernels.tools.correlation import Correlation, Pair, ask_for_results, lanes_of
 from penstock.backends.tvm.kernels.tools.elements import unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
 from penstock.backends.tvm.kernels.tools.transpose import transpose_block
@@ -186,8 +186,11 @@ class _ChannelLanes:
             for i, vector in enumerate(transpose_block(emit, c.dtype, lanes, lanes, planes, starts)):
                 emit.add(tirx.BufferStore(source, vector, [tirx.Ramp((first + i) * lanes, 1, lanes)]))
 
+        each = ceil_div(prod(c.spatial) * lanes, max(blocks, 1))
         with emit.loop(blocks, SERIAL, "p") as p, self.body.point():
             turn(emit.bind(self._place(p, places, single), "p"))
+            start = (image * c.groups + channel) * prod(c.spatial) + p * each
+            ask_for_results(self.body, c.out, start, each)
         for p in range(places - single, places):
             with emit.loop(lanes, VECTOR, "l") as lane:
                 emit.store(source, load(planes, base + lane * places + p), lane + p * lanes)

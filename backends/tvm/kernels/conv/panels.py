@@ -6,10 +6,12 @@ so that `Body.finish` gets vectors of neighbouring positions. register_tiles.py 
 
 from __future__ import annotations
 
+from math import prod
+
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body
-from penstock.backends.tvm.kernels.tools.correlation import Correlation
+from penstock.backends.tvm.kernels.tools.correlation import Correlation, ask_for_results
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, Buffer, Expr, ceil_div, literal
 from penstock.backends.tvm.kernels.tools.transpose import pieces, transpose_block
 
@@ -55,6 +57,8 @@ class Panels:
 
         def store(p: Expr, height: int, channel: Expr, turned: Buffer, j: Expr) -> None:
             channel = emit.bind(channel, "o")
+            first_result = (image * (c.groups * c.filters) + channel) * prod(c.spatial) + row * c.spatial[1]
+            ask_for_results(self.body, c.out, first_result + p + lanes, 1)
             for i, _ in pieces(emit, height, lanes):
                 with self.body.point():
                     q = p + i

@@ -26,7 +26,13 @@ from math import prod
 from tvm import tirx
 
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
-from penstock.backends.tvm.kernels.tools.correlation import Correlation, aligned_parts, copy_line, cover
+from penstock.backends.tvm.kernels.tools.correlation import (
+    Correlation,
+    aligned_parts,
+    ask_for_results,
+    copy_line,
+    cover,
+)
 from penstock.backends.tvm.kernels.tools.elements import unravel
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal
 from penstock.backends.tvm.kernels.tools.transpose import pieces
@@ -136,15 +142,21 @@ class _Planes:
         """Copy the rows of the source that a strip reads. Rows outside of it are zero."""
         c, emit, base = self.c, self.emit, self.phase.shift[0] - self.c.low[0]
         count = self._source_rows(strip.rows)
+        stored = strip.rows * c.spatial[1] if c.filters == 1 else 0
+        results = (strip.image * c.groups + strip.group) * prod(c.spatial) + strip.top * c.spatial[1]
         if self.rows == c.spatial[0]:
             first, last = max(-base, 0), min(count, c.sizes[0] - base)
+            each = ceil_div(stored, max(last - first, 1))
             with emit.loop(max(last - first, 0), SERIAL, "q") as q, self.body.point():
                 place = (strip.image, strip.group, emit.bind(q + (first + base), "h"))
                 copy_line(self.body, c, place, copy, emit.bind((q + first) * self.pitch, "line"), self.parts)
+                ask_for_results(self.body, c.out, results + q * each, each)
             return
+        each = ceil_div(stored, count)
         with emit.loop(count, SERIAL, "q") as q, self.body.point():
             h = emit.bind(strip.top * c.strides[0] + q + base, "h")
             line = emit.bind(q * self.pitch, "line")
+            ask_for_results(self.body, c.out, results + q * each, each)
             inside = tirx.all(h >= 0, h < c.sizes[0])
             with emit.when(inside), self.body.point():
                 copy_line(self.body, c, (strip.image, strip.group, h), copy, line, self.parts)

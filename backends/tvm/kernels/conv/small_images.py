@@ -22,7 +22,7 @@ from tvm import tirx
 
 from penstock.backends.tvm.group import PACKED
 from penstock.backends.tvm.kernels.tools.body import Body, parallel_if
-from penstock.backends.tvm.kernels.tools.correlation import Correlation, cover, lanes_of
+from penstock.backends.tvm.kernels.tools.correlation import Correlation, ask_for_results, cover, lanes_of
 from penstock.backends.tvm.kernels.tools.elements import unravel, zero
 from penstock.backends.tvm.kernels.tools.emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal
 from penstock.backends.tvm.kernels.tools.register_tile import RegisterTile
@@ -153,6 +153,10 @@ class _SmallImages:
         first = emit.bind(group * c.filters + o, "first")
         factors = emit.bind(first * c.channels, "factors")
         base = emit.bind((image * c.groups + group) * (c.channels * self.positions) + panel.start, "base")
+        results = image * (c.groups * c.filters) + first
+        for i in range(rows):
+            start = (results + i) * self.positions + panel.start
+            ask_for_results(self.body, c.out, start, panel.vectors * lanes + panel.left)
         with emit.loop(c.channels, SERIAL, "c") as channel, self.body.point():
             at = emit.bind(factors + channel * rows, "at")
             line = tile.line(c.plain, base + channel * self.positions)

@@ -28,6 +28,7 @@ from .transpose import pieces, separate_pairs
 Pair = tuple[int, int]
 # Positions of a strip: with two vectors of channels its sums take a third of a first-level cache.
 _STRIP = 128
+_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,18 @@ def _overlapping(emit: Emitter, extent: int, lanes: int) -> Iterator[Expr]:
             lanes //= 2
         with emit.loop(lanes, VECTOR, "l") as lane:
             yield lane + (extent - lanes)
+
+
+def ask_for_results(body: Body, out: Value, start: Expr, count: int) -> None:
+    """Ask for the lines of memory that `count` results from element `start` on will be stored to.
+
+    Threads take them from each other: results lie where others, which all threads have read, lay before. A store that
+    waits for its line holds up those behind it, but a line that is asked for comes while sums are computed.
+    """
+    for value in body.group.outs:
+        if value.type == out.type:
+            for i in range(0, count, _LINE_BYTES // ITEM_BYTES[out.type.dtype]):
+                body.emit.prefetch(body.result(value), start + i)
 
 
 def cover(emit: Emitter, extent: int, size: int, name: str) -> Iterator[tuple[Expr, int]]:
