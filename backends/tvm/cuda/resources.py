@@ -38,8 +38,8 @@ _REGISTERS, _WARP = 65536, 32
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED, _SHARED = re.compile(r"Used (\d+) registers"), re.compile(r"(\d+) bytes smem")
-# Definitions; the source declares all kernels first.
-_BOUNDS = re.compile(r"__launch_bounds__\((\d+)\) (\w+)\([^()]*\) \{")
+# Definitions; the source declares all kernels first. Those without bounds have one thread in a block.
+_BOUNDS = re.compile(r"__global__ void (?:__launch_bounds__\((\d+)\) )?(\w+)\([^()]*\) \{")
 _NAME = re.compile(r"(\w+?)_kernel(?:_\d+)?")
 
 
@@ -95,7 +95,7 @@ def resources_of(sources: StageSources) -> list[KernelResources]:
         assert name is not None, match[2]
         if match[2] in assembled:
             rows.append(
-                KernelResources(assembled[match[2]], operations.get(name[1], ()), sources.target, int(match[1]))
+                KernelResources(assembled[match[2]], operations.get(name[1], ()), sources.target, int(match[1] or 1))
             )
     return rows
 

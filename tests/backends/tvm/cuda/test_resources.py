@@ -14,7 +14,7 @@ from oracles.cuda.resources import checked, excesses
 from replay.models import Llama
 
 from penstock import api
-from penstock.backends.interface import CompileOptions, stage_graphs
+from penstock.backends.interface import CompileOptions, StageSources, stage_graphs
 from penstock.backends.tvm.cuda.build import build_graphs, known_architectures
 from penstock.backends.tvm.cuda.resources import Assembled, occupancy, read_assembled
 from penstock.commands.parser import main
@@ -154,6 +154,25 @@ ptxas info    : Used 12 registers, used 0 barriers
 """
     assert read_assembled(text) == [Assembled("a_kernel_1", 76, 40, 20, 512), Assembled("b_kernel", 12, 0, 0, 0)]
     assert read_assembled("") == []
+
+
+def test_kernels_of_one_thread_are_among_the_rows() -> None:
+    """Their source has no bounds. The control: one that the assembler says nothing of is no row."""
+    parameters = "(float* __restrict__ x)"
+    kernels = [
+        f"{bounds}{name}_kernel{parameters}" for bounds, name in (("__launch_bounds__(64) ", "neg"), ("", "sum1"))
+    ]
+    device = "".join(f'extern "C" __global__ void {kernel};\n' for kernel in kernels)
+    device += "".join(
+        f'extern "C" __global__ void {kernel} {{\n}}\n' for kernel in [*kernels, f"abs_kernel{parameters}"]
+    )
+    said = "".join(
+        f"ptxas info : Compiling entry function '{name}_kernel' for 'sm_90'\n"
+        "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info : Used 8 registers\n"
+        for name in ("neg", "sum1")
+    )
+    rows = checked(StageSources("sm_90", (), {"sum1": "blockIdx"}, "", device, said))
+    assert [(row.kernel.name, row.threads) for row in rows] == [("neg_kernel", 64), ("sum1_kernel", 1)]
 
 
 @needs_nvcc
