@@ -129,3 +129,12 @@ def test_what_does_not_go_with_an_objective_is_refused_at_once(file, cluster, ca
     tiny = Cluster(tuple(replace(d, spaces=(("ram", 1000),)) for d in Cluster.load(cluster).devices))
     with pytest.raises(DoesNotFit, match="no plan fits"):
         ps.plan(model, tiny, objective="latency")
+
+
+def test_words_that_no_setting_has_are_refused_at_once(file):
+    model = ps.from_onnx(file, dims={"batch": 1})
+    with pytest.raises(UsageError) as refused:
+        ps.plan(model, Cluster.local(2), objective="speed", split_by="modul", wire="f8")
+    assert "--objective is one of throughput, latency, not 'speed'" in str(refused.value)
+    assert "--split-by is one of operation, module, not 'modul'" in str(refused.value)
+    assert "--wire is one of" in str(refused.value)

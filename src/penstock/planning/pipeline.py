@@ -291,8 +291,9 @@ def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...],
     count = stages or len(names) // replicas
     if replicas < 1 or count < 1 or count * replicas > len(names):
         what = (
-            f"{counted(max(count, 1), 'stage')} of {replicas} devices each need {max(count, 1) * replicas}, the "
-            f"cluster has {len(names)}"
+            f"{counted(max(count, 1), 'stage')} of {counted(replicas, 'device')} each need "
+            f"{max(count, 1) * replicas}, the cluster has {len(names)}"
+            + (f" beside those for updates, {', '.join(updaters)}" if updaters else "")
         )
         raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
     return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))

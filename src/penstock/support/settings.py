@@ -105,6 +105,8 @@ def problems_of(options: Any) -> list[str]:
         if about.needs and value != defaults[name] and getattr(options, about.needs) is None:
             needed = described[about.needs]
             problems.append(f"{flags_of(name, about)[0]} needs {flags_of(about.needs, needed)[0]} {needed.shown}")
+        if about.choices and value != defaults.get(name) and value not in about.choices:
+            problems.append(f"{flags_of(name, about)[0]} is one of {', '.join(about.choices)}, not {value!r}")
         if about.problems is not None and value is not None:
             problems += about.problems(value)
     return problems

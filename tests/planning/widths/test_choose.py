@@ -118,6 +118,10 @@ def test_what_has_no_widths_is_refused(tmp_path: Path) -> None:
     assert "has no amplification limit of 1 or more" in refused("a=2", "widths:many")
     assert "leave out fc1.weight=[_,/a]" in refused("a=2", "widths", "fc1.weight=[_,/a]")
     assert "needs an axis beside dp" in refused("dp=2", "widths")
+    assert "over more than one device" in refused("a=1", "widths")
+    assert "leave out widths:2" in refused("a=2", "widths", "widths:2")
+    with pytest.raises(UsageError, match="stage 0 has 2 devices, its mesh 2 x 2 needs 4"):
+        ps.plan(model, Cluster.local(4), TRAINING, mesh="a=2,b=2", shard=["widths"], devices=[["cpu:0", "cpu:1"]])
 
 
 @pytest.mark.slow

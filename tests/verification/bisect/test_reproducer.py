@@ -95,6 +95,10 @@ def test_flags_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "m.ir").write_text("module @m {\n}\n")
     for words, said in (
         ([model, "--schedule", "2bw", "--lr", "0"], "--lr, --schedule without --bisect of a model"),
+        (
+            [model, "--packs", "2", "--zero", "0", "--mesh", "a=2", "--objective", "latency", "--hints", "ignore"],
+            "--packs, --mesh, --objective, --hints without --bisect of a model",
+        ),
         ([model, "--repro", "x"], "--repro without --bisect"),
         ([model, "-p", "fuse"], "--passes without FILE.ir"),
         ([model, "--bisect", "--data", "x"], "cannot read the data"),

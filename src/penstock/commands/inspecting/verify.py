@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.commands.arguments import add_model_arguments, add_settings, dims_of, known_of, settings_from
 from penstock.commands.compiling.planned import plan_of
 from penstock.commands.rare import show_rarely
-from penstock.planning.options import TrainingOptions
+from penstock.planning.options import PlanOptions, TrainingOptions
 from penstock.support.errors import UsageError
 from penstock.support.settings import POSITIVE, SEED, given, setting, settings_of
 
@@ -29,10 +29,12 @@ _SHARED = ("loss", "microbatches", "devices")
 _OF_COMPILE = (
     *("cluster", "frozen", "trained", "precision", "wire"),
     *(name for name in settings_of(TrainingOptions) if name not in _SHARED),
-    *("batch", "schedule", "recompute", "plan", "stages", "replicas", "split_at", "split_by", "pin"),
+    *("batch", "plan", *(name for name in settings_of(PlanOptions) if name not in (*_SHARED, "weights", "shares"))),
 )
 
 
+# Flags of a plan that have a default on the command line.
+_UNASKED = {"mesh": "", "hints": "use", "cuda_libraries": "torch"}
 _USUAL = ("help", "verbose", "model", "dim", "devices", "loss")
 
 
@@ -158,12 +160,13 @@ def run(arguments: Namespace) -> int:
 
 
 def _given(arguments: Namespace, names: tuple[str, ...]) -> list[str]:
-    """Name the flags of those that were given: counts that were not are 0, lists empty, all others None or False."""
+    """Name the flags of those that were given: counts that were not are 0, lists empty, all others None, False or at a
+    default."""
     values = {name: getattr(arguments, name) for name in names}
     return [
         f"--{name.replace('_', '-')}"
         for name, value in values.items()
-        if value not in (None, []) and not (type(value) in (int, bool) and not value)
+        if value not in (None, [], _UNASKED.get(name)) and not (type(value) in (int, bool) and not value)
     ]
 
 

@@ -32,7 +32,8 @@ from penstock.planning.plan import Plan
 from penstock.planning.tries import tries
 from penstock.planning.watching import SILENT, Feedback
 from penstock.support.errors import DoesNotFit, UsageError, VerifyError
-from penstock.support.settings import flags_of, settings_of
+from penstock.support.settings import flags_of, problems_of, settings_of
+from penstock.support.words import itemised
 
 _DEFAULTS = PlanOptions()
 _CHOSEN = (
@@ -50,6 +51,8 @@ def plan_for_objective(
     feedback: Feedback = SILENT,
 ) -> Plan:
     """Plan a model; with an objective the planner chooses stages and devices."""
+    if problems := problems_of(options):
+        raise UsageError("cannot plan with these settings:" + itemised(problems))
     if not options.objective:
         return plan_family(model, cluster, training, options, feedback)
     _check(training, options)

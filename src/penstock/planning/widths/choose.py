@@ -29,13 +29,14 @@ import numpy as np
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.graph import REPLICAS, Mesh, Module, Op, Value
+from penstock.ir.graph import REPLICAS, Module, Op, Value
 from penstock.ir.ops import OPS
 from penstock.ir.schedule_names import INFERENCE, SYNCHRONOUS
 from penstock.ir.types import TensorType
 from penstock.passes.costs.prices import GraphCost, shown_seconds
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.partition.chain import chain_of, crossing_bytes, names_to_split_at, params_behind, readers
+from penstock.passes.partition.devices import devices_of, mesh_axes
 from penstock.passes.partition.partition import PartitionOptions
 from penstock.passes.pipelines import PASSES
 from penstock.passes.sharding.given import Layout, parse_mesh
@@ -82,17 +83,21 @@ def with_widths(
 
 def _team_of(cluster: Cluster, mesh: str, stages: Sequence[Sequence[str]]) -> list[str]:
     """Return the devices of a team with the slowest device of all."""
-    axes = tuple(parse_mesh(mesh).items())
-    teams = [[names[at] for at in team] for names in stages for team in Mesh("", axes, tuple(names)).teams()]
-    return min(teams, key=lambda team: min(cluster.device(name).flops for name in team))
+    named = devices_of(cluster, [" ".join(names) for names in stages], 0, (), mesh_axes(mesh))
+    teams = [
+        [group[at] for at in team] for stage, group in enumerate(named.groups) for team in named.mesh("", stage).teams()
+    ]
+    slowest = min(teams, key=lambda team: min(device.flops for device in team))
+    return [device.name for device in slowest]
 
 
 def _limit(given: Sequence[str]) -> float:
     """Return the amplification limit that the one given text says."""
     if len(given) > 1:
+        others = [text for text in given if text.partition(":")[0] != WIDTHS]
         raise UsageError(
-            f"{WIDTHS} lays out all values, and other layouts are given",
-            hint=f"leave out {', '.join(text for text in given if text.partition(':')[0] != WIDTHS)}",
+            f"{WIDTHS} lays out all values, and {'other layouts' if others else 'several limits'} are given",
+            hint=f"leave out {', '.join(others or given[1:])}",
         )
     _, colon, number = given[0].partition(":")
     try:
@@ -110,9 +115,10 @@ def _limit(given: Sequence[str]) -> float:
 def _axes(mesh: str) -> Axes:
     if ";" in mesh:
         raise UsageError(f"{WIDTHS} takes one mesh for all stages, not {mesh!r}")
-    axes = tuple((axis, size) for axis, size in parse_mesh(mesh).items() if axis != REPLICAS)
+    axes = tuple((axis, size) for axis, size in parse_mesh(mesh).items() if axis != REPLICAS and size > 1)
     if not axes:
-        raise UsageError(f"{WIDTHS} needs an axis beside {REPLICAS}", hint="such as --mesh a=2,b=2: widths 1, 2 and 4")
+        what = f"{WIDTHS} needs an axis beside {REPLICAS} over more than one device"
+        raise UsageError(what, hint="such as --mesh a=2,b=2: widths 1, 2 and 4")
     return axes
 
 
