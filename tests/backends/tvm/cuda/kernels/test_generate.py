@@ -245,7 +245,7 @@ def test_the_graphs_of_a_training(name: str, library: str, precision: str, tmp_p
 
 def initial_state(plan: api.Plan) -> dict[str, torch.Tensor]:
     arrays = initial_arrays(plan.module, plan.model.imported.weights, list(plan.module.vars), TYPED)
-    return {name: torch.tensor(array) for name, array in arrays.items()}
+    return {name: to_tensor(array, torch.device("cpu")) for name, array in arrays.items()}
 
 
 def one_step(
