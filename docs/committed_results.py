@@ -30,6 +30,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "split-training": committed_table("tensor_parallel"),
         "collective-times": committed_table("collectives"),
         "shared-out": committed_table("zero"),
+        "updates-timed": committed_table("update_on"),
+        "updates-losses": committed_table("update_on", "losses"),
         "packs-beside-torch": committed_table("interleaved", "schedules"),
         "beyond-memory": committed_table("beyond_memory"),
         "under-budgets": under_budgets,

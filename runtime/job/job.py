@@ -489,8 +489,8 @@ def open(
     runtime/job/dispatcher.py) and the length of the `queue` are for requests to an inference bundle.
 
     `pace` and `latency` are for measuring schedules apart from kernels and networks. `pace` are the least seconds of a
-    computation of each kind: F, B with W included, W, and U. `latency` are the seconds from a send until its message
-    arrives. They do not change what is computed.
+    computation of each kind: F, B with W included, W, and U; `2U` is U of stage 2 alone. `latency` are the seconds from
+    a send until its message arrives. They do not change what is computed.
     """
     options = OpenOptions(
         timeout=timeout, heartbeat=heartbeat, data=None if data is None else os.fspath(data), shuffle=shuffle,

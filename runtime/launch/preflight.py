@@ -38,7 +38,8 @@ def check_job(options: JobOptions, bundle: Bundle) -> None:
     """Refuse a job whose options cannot be carried out."""
     check_names(bundle.path, *([] if options.resume is None else [options.resume]))
     problems = problems_of(options) + _guard_problems(options.nan, bundle.module)
-    if problems := problems + list(pace_problems(options.pace or {}, options.latency, options.timeout)):
+    stages = len(bundle.module.stages)
+    if problems := problems + list(pace_problems(options.pace or {}, stages, options.latency, options.timeout)):
         raise UsageError("; ".join(problems))
 
 

@@ -71,12 +71,13 @@ class Evaluation(NamedTuple):
 class Setup(Record, frozen=True):
     """The first message. `resume` is one checkpoint directory. `audit` asks for the version log. `retire` is off only
     in tests that show what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of
-    computation, runtime/worker/pace.py) and `latency` (seconds from a send until its message arrives) are for measuring
-    schedules. `tables` are the elements of the tables by variable. `prefetch` is how many microbatches are read ahead
-    of the computation; with 0, data is read when it is asked for. `evaluation` is what Evaluate computes the loss of.
-    `offset` is the sample that microbatch 0 would begin with, and `key` is what random draws are made from beside the
-    module's seed (runtime/checkpoint/resuming.py). `nan` says what a loss that is not finite does: `stop` ends the run,
-    otherwise it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
+    computation, or by stage and kind, runtime/worker/pace.py) and `latency` (seconds from a send until its message
+    arrives) are for measuring schedules. `tables` are the elements of the tables by variable. `prefetch` is how many
+    microbatches are read ahead of the computation; with 0, data is read when it is asked for. `evaluation` is what
+    Evaluate computes the loss of. `offset` is the sample that microbatch 0 would begin with, and `key` is what random
+    draws are made from beside the module's seed (runtime/checkpoint/resuming.py). `nan` says what a loss that is not
+    finite does: `stop` ends the run, otherwise it goes on. `secret` is what the ranks of this start seal the values of
+    their meeting point with."""
 
     bundle: str
     timeout: float

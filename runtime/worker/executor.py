@@ -46,7 +46,7 @@ from .actions import ActionStream, Feed
 from .device_times import DeviceTimes
 from .feeds import number_of
 from .message_feeds import RequestFeed
-from .pace import Pace
+from .pace import Pace, times_of
 from .readings import Readings
 from .stage_graphs import ONE_SIZE, StageGraphs
 
@@ -142,7 +142,7 @@ class Executor:
         self.tables = settings_of(module) if conduct.tables is None else conduct.tables
         self._check = conduct.check
         self._ahead, self._key = conduct.offset // microbatch_size(module), conduct.key
-        self.pace = Pace(conduct.pace or {}, self.graphs)
+        self.pace = Pace(times_of(conduct.pace or {}, stage), self.graphs)
         self._stop_at_nan = conduct.stop_at_nan
         self._survey()
         self._handlers: dict[str, Callable[[Action], None]] = {

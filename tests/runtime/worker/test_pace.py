@@ -11,7 +11,7 @@ from oracles.classifier import make_batches, train_plainly
 from penstock.ir.schedule import Action
 from penstock.runtime.job.job import Job
 from penstock.runtime.job.job import open as open_job
-from penstock.runtime.worker.pace import Pace
+from penstock.runtime.worker.pace import Pace, times_of
 from penstock.support.errors import UsageError
 
 TIMEOUT = 20
@@ -46,10 +46,33 @@ def test_without_weight_gradients_apart_b_is_the_whole_backward():
     assert whole.least(Action("SF", 0, 0, peer=1)) == 0
 
 
+def test_a_stage_may_have_times_of_its_own():
+    pace = {"F": 0.01, "U": 0.02, "1U": 0.3, "11F": 0.4}
+    assert [times_of(pace, stage) for stage in (0, 1, 11)] == [
+        {"F": 0.01, "U": 0.02},
+        {"F": 0.01, "U": 0.3},
+        {"F": 0.4, "U": 0.02},
+    ]
+
+
+def test_one_stage_alone_is_slow(bundle_of):
+    with Job(bundle_of(2, "1f1b", 2), timeout=TIMEOUT, pace={"1U": 0.2}, trace=True) as job:
+        list(job.steps(make_batches(2, 2)))
+        traces = job.traces
+    took = {name: end - start for trace in traces for name, start, end in trace if "U" in name}
+    assert {name[0] for name in took} == {"0", "1"}
+    assert all(seconds >= 0.2 for name, seconds in took.items() if name[0] == "1")
+    # The control: the other stage has waited for nothing in one of its updates, at least.
+    assert min(seconds for name, seconds in took.items() if name[0] == "0") < 0.2
+
+
 @pytest.mark.parametrize(
     ("pace", "latency", "message"),
     [
-        ({"X": 1.0}, 0.0, "pace is known of F, R, B, W, P, N, U, not of 'X'"),
+        ({"X": 1.0}, 0.0, "pace is known of F, R, B, W, P, N, U, and of stages 0 to 1 as in 0F, not of 'X'"),
+        ({"2U": 1.0}, 0.0, "and of stages 0 to 1 as in 0F, not of '2U'"),
+        ({"1F": -1.0}, 0.0, "pace of 1F must be a number of seconds from 0 on, got -1"),
+        ({"W": 0.2, "B": 0.3, "1B": 0.1}, 0.0, "pace of B is that of the whole backward, W included: 0.1 is less than"),
         ({"F": -1.0}, 0.0, "pace of F must be a number of seconds from 0 on, got -1"),
         ({"F": float("nan")}, 0.0, "pace of F must be"),
         ({"B": 0.1, "W": 0.2}, 0.0, "pace of B is that of the whole backward, W included: 0.1 is less than 0.2"),
