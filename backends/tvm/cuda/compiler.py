@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .resources import loosened, read_assembled
 from .target import cuda_target
 
 # The symbols that libtvm_runtime_cuda.so takes from the driver's library.
@@ -100,6 +101,25 @@ def load_runtime() -> None:
     )
 
 
+def _assembled(source: str, folder: Path, architecture: str) -> bytes:
+    """Return the machine code of a source. Kernels that spill get other bounds, and all is compiled again."""
+    number = architecture.removeprefix("sm_")
+    options = ["--cubin", "-O3", "-w", "-Xptxas", "-v", "-gencode", f"arch=compute_{number},code=sm_{number}"]
+    command = ["nvcc", *options, "-o", "kernels.cubin", "kernels.cu"]
+    while True:
+        (folder / "kernels.cu").write_text(source)
+        said = _run(command, folder, "nvcc failed", "`--dump-ir` keeps the source")
+        spilling = {kernel.name for kernel in read_assembled(said) if kernel.spilled}
+        looser = loosened(source, spilling)
+        if looser == source:
+            break
+        source = looser
+    # How long the assembler took is another number every time.
+    lines = [line for line in said.splitlines(keepends=True) if "Compile time" not in line]
+    (folder / "ptxas.txt").write_text("".join(lines))
+    return (folder / "kernels.cubin").read_bytes()
+
+
 def compile_module(folder: Path, architecture: str) -> None:
     """Build stage.so from module.json."""
     load_driver(folder)
@@ -116,19 +136,7 @@ def compile_module(folder: Path, architecture: str) -> None:
     from .pipeline import PIPELINE  # lazy: heavy
 
     def compile_source(source: str) -> bytearray:
-        (folder / "kernels.cu").write_text(source)
-        number = architecture.removeprefix("sm_")
-        options = ["--cubin", "-O3", "-w", "-Xptxas", "-v", "-gencode", f"arch=compute_{number},code=sm_{number}"]
-        said = _run(
-            ["nvcc", *options, "-o", "kernels.cubin", "kernels.cu"],
-            folder,
-            "nvcc failed",
-            "`--dump-ir` keeps the source",
-        )
-        # How long the assembler took is another number every time.
-        lines = [line for line in said.splitlines(keepends=True) if "Compile time" not in line]
-        (folder / "ptxas.txt").write_text("".join(lines))
-        return bytearray((folder / "kernels.cubin").read_bytes())
+        return bytearray(_assembled(source, folder, architecture))
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)
     module = tvm.ir.load_json((folder / "module.json").read_text())

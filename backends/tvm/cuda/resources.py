@@ -13,6 +13,7 @@ formula: nothing is said of a grid that is too small to fill a device.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,12 +35,15 @@ _LIMITS = {
     120: (1536, 24, 100 << 10),
 }
 _REGISTERS, _WARP = 65536, 32
+# The registers of a thread that a kernel which spills gets at first.
+_FIRST_LIMIT = 64
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED, _SHARED = re.compile(r"Used (\d+) registers"), re.compile(r"(\d+) bytes smem")
 # Definitions; the source declares all kernels first. Those without bounds have one thread in a block.
-_BOUNDS = re.compile(r"__global__ void (?:__launch_bounds__\((\d+)\) )?(\w+)\([^()]*\) \{")
+_BOUNDS = re.compile(r"__global__ void (?:__launch_bounds__\((\d+)(?:, \d+)?\) )?(\w+)\([^()]*\) \{")
+_BLOCKS = re.compile(r"__launch_bounds__\((\d+)(?:, (\d+))?\) (\w+)\(")
 _NAME = re.compile(r"(\w+?)_kernel(?:_\d+)?")
 
 
@@ -83,6 +87,23 @@ def read_assembled(text: str) -> list[Assembled]:
             spilled = int(frame[2]) + int(frame[3])
             kernels.append(Assembled(entry[1], int(used[1]), int(frame[1]), spilled, int(shared[1]) if shared else 0))
     return kernels
+
+
+def loosened(source: str, spilling: Collection[str]) -> str:
+    """Return CUDA source with wider limits of registers for kernels that spill.
+
+    Without a number of blocks in its bounds, the assembler prefers many threads to few spills. The first number leaves
+    a thread 64 registers; each later one is half of it, to one block. The source is unchanged where none is left.
+    """
+
+    def wider(match: re.Match[str]) -> str:
+        threads, blocks, name = int(match[1]), match[2], match[3]
+        if name not in spilling:
+            return match[0]
+        fewer = int(blocks) // 2 if blocks else _REGISTERS // (threads * _FIRST_LIMIT)
+        return f"__launch_bounds__({threads}, {max(fewer, 1)}) {name}("
+
+    return _BLOCKS.sub(wider, source)
 
 
 def resources_of(sources: StageSources) -> list[KernelResources]:

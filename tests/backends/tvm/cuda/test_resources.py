@@ -16,7 +16,7 @@ from replay.models import Llama
 from penstock import api
 from penstock.backends.interface import CompileOptions, StageSources, stage_graphs
 from penstock.backends.tvm.cuda.build import build_graphs, known_architectures
-from penstock.backends.tvm.cuda.resources import Assembled, occupancy, read_assembled
+from penstock.backends.tvm.cuda.resources import Assembled, loosened, occupancy, read_assembled
 from penstock.commands.parser import main
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
@@ -99,7 +99,7 @@ def test_control_a_kernel_with_too_few_registers_is_noticed(tmp_path: Path, monk
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin" / "nvcc"
     fake.write_text(
-        '#!/bin/sh\ncase "$1" in --cubin) sed "s/__launch_bounds__(256)/__launch_bounds__(256, 8)/" kernels.cu > fewer.cu\n'
+        '#!/bin/sh\ncase "$1" in --cubin) sed "s/__launch_bounds__(256[^)]*)/__launch_bounds__(256, 8)/" kernels.cu > fewer.cu\n'
         f'set -- $(echo "$@" | sed "s/kernels.cu$/fewer.cu/");; esac\nexec {shutil.which("nvcc")} "$@"\n'
     )
     fake.chmod(0o755)
@@ -154,6 +154,15 @@ ptxas info    : Used 12 registers, used 0 barriers
 """
     assert read_assembled(text) == [Assembled("a_kernel_1", 76, 40, 20, 512), Assembled("b_kernel", 12, 0, 0, 0)]
     assert read_assembled("") == []
+
+
+def test_kernels_that_spill_get_more_registers_and_no_others_do() -> None:
+    source = "".join(f"__global__ void __launch_bounds__(256) {name}(float* x);\n" for name in ("a_kernel", "b_kernel"))
+    seen = [source]
+    while (wider := loosened(seen[-1], {"a_kernel"})) != seen[-1]:
+        seen.append(wider)
+    assert seen == [source, *(source.replace("(256) a", f"(256, {blocks}) a") for blocks in (4, 2, 1))]
+    assert loosened(source, ()) == source
 
 
 def test_kernels_of_one_thread_are_among_the_rows() -> None:
