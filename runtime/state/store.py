@@ -17,6 +17,7 @@ needs it.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +37,6 @@ from .homes import HomedItem
 
 TORCH_DTYPES: dict[str, torch.dtype] = {ours: getattr(torch, name) for ours, name in LONG_NAMES.items()}
 _ALIGNMENT = 64
-
-
 CPU = torch.device("cpu")
 # The buffer of a parameter that is at home.
 _AWAY = torch.empty(0)
@@ -64,7 +63,8 @@ class Recycled:
     """Tensors whose memory is used again, by size, once no tensor holds it. Freed and allocated anew for each
     microbatch, aligned blocks leave holes in glibc's heap (a fifth of a worker's memory). Else the system maps and
     clears them every time. On GPUs torch does this itself. `memory` makes new blocks of so many bytes, if not the
-    allocator. Tensors of several sizes take turns in blocks of one size, `room`."""
+    allocator. Tensors of several sizes take turns in blocks of one size, `room`. Several threads may ask for tensors:
+    no other one sees a block between the look at its user and the mark of the new one."""
 
     def __init__(
         self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None
@@ -72,6 +72,7 @@ class Recycled:
         self.device, self.pinned = device, pinned
         self._memory = memory or self._allocate
         self._blocks: dict[int, list[_MemoryBlock]] = {}
+        self._lock = threading.Lock()
         self._lenders: dict[tuple[TensorType, int], Callable[[], torch.Tensor]] = {}
 
     def tensor(self, type: TensorType, room: int = 0) -> torch.Tensor:
@@ -92,17 +93,16 @@ class Recycled:
         like = np.dtype(np.int16) if brain else numpy_dtype(type.dtype)
 
         def lend() -> torch.Tensor:
-            for block in blocks:
-                if block.user() is None:
-                    break
-            else:
-                block = _MemoryBlock(self._memory(room))
-                blocks.append(block)
-            array = block.arrays.get(type)
-            if array is None:
-                array = block.arrays[type] = block.memory[: type.nbytes].view(like).reshape(type.dims)
-            lent = array[...]
-            block.user = weakref.ref(lent)
+            with self._lock:
+                block = next((block for block in blocks if block.user() is None), None)
+                if block is None:
+                    block = _MemoryBlock(self._memory(room))
+                    blocks.append(block)
+                array = block.arrays.get(type)
+                if array is None:
+                    array = block.arrays[type] = block.memory[: type.nbytes].view(like).reshape(type.dims)
+                lent = array[...]
+                block.user = weakref.ref(lent)
             return torch.from_numpy(lent).view(torch.bfloat16) if brain else torch.from_numpy(lent)
 
         return lend

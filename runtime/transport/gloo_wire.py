@@ -179,15 +179,22 @@ class _Arrivals(threading.Thread):
 
     def run(self) -> None:
         while True:
-            passage, coming = self.queue.get()
-            for message, tensors in coming:
-                try:
-                    message.work.wait(_PATIENCE)
-                except LOST as error:
-                    message.error = passage.error = error
-                message.here.set()
+            self._take(*self.queue.get())
+
+    def _take(self, passage: Passage, coming: Sequence[tuple[Coming, dict[_Place, torch.Tensor]]]) -> None:
+        """Wait for the messages of a receive. Errors of every kind go to the receive and to the end of the passage:
+        nothing waits for this thread."""
+        for message, tensors in coming:
+            try:
+                message.work.wait(_PATIENCE)
+            except Exception as error:
+                message.error = passage.error = error
+            message.here.set()
+            try:
                 self._passed(passage, {} if message.error else tensors)
-            del passage, coming, message, tensors
+            except Exception as error:
+                passage.error = error
+                passage.settle()
 
 
 class HandedOn:
@@ -206,10 +213,13 @@ class HandedOn:
         pieces: Sequence[TileSlice],
         arriving: tuple[EdgePacking, Sequence[torch.Tensor], Sequence[BackgroundWork]],
     ) -> Sequence[BackgroundWork]:
-        """Hand the messages of a receive on as they come, from a stage `source`. Return works that wait for them."""
+        """Hand the messages of a receive on as they come, from a stage `source`. Return works that wait for them.
+        Where there are no links, nothing goes on from here (`finish` says so), and nothing is kept of the receive."""
         key = action.phase, action.stage, source, action.mb
         if key not in self._passages:
             opened = links()
+            if not opened:
+                return arriving[2]
             self._passages[key] = Passage(opened), {link.action.peer for link in opened if link.action.peer is not None}
         passage, _ = self._passages[key]
         packing, messages, works = arriving
@@ -223,6 +233,10 @@ class HandedOn:
             )
             for i, (parcel, message, work) in enumerate(zip(packing.parcels, messages, works, strict=True))
         ]
+        if not coming:
+            # All its values are empty: there may be nothing to send on, either.
+            self._passed(passage, {})
+            return []
         channel = action.kind, action.peer, action.stage, action.end
         if channel not in self._threads:
             self._threads[channel] = _Arrivals(self._passed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,3 +61,28 @@ def test_other_sizes_and_empty_tensors_are_apart() -> None:
     place = recycled.tensor(ROW).data_ptr()
     assert recycled.tensor(TensorType("f32", (7,))).data_ptr() != place
     assert recycled.tensor(TensorType("f32", ())).shape == ()
+
+
+def test_two_threads_never_get_one_block() -> None:
+    """The first thread is held up between its choice of a block and the mark that it has it."""
+    chosen, second = threading.Event(), list[torch.Tensor]()
+
+    class Slow(np.ndarray):
+        def view(self, *args: Any) -> Any:
+            if not chosen.is_set():
+                chosen.set()
+                other.join(0.2)
+            return super().view(*args)
+
+    recycled = Recycled(memory=lambda nbytes: np.ndarray.__new__(Slow, (nbytes,), np.uint8))
+    lend = recycled.lender(ROW)
+
+    def take() -> None:
+        chosen.wait(5)
+        second.append(lend())
+
+    other = threading.Thread(target=take)
+    other.start()
+    first = lend()
+    other.join(5)
+    assert first.data_ptr() != second[0].data_ptr()
