@@ -155,7 +155,9 @@ def test_only_what_travels_is_rounded(tmp_path: Path) -> None:
 
 
 def test_a_wire_that_does_not_exist_and_one_that_is_late(model: ps.Model) -> None:
-    with pytest.raises(UsageError, match="cannot travel as 'i8', expected one of f32, bf16, f16"):
+    with pytest.raises(UsageError, match="--wire is one of f32, bf16, f16, not 'i8'"):
         planned(model, dtype="i8")
+    with pytest.raises(UsageError, match="cannot travel as 'i8', expected one of f32, bf16, f16"):
+        wire(planned(model, dtype="f32").module, WireOptions("i8"))
     with pytest.raises(UsageError, match="sends and receives are there already"):
         wire(planned(model, dtype="f32").module, WireOptions())

@@ -45,3 +45,12 @@ def test_widths_are_the_best_of_all() -> None:
             wrong += costs.total(by_itself) > best * 1.001
     assert wrong > 100
     assert 100 <= alone < 300
+
+
+def test_a_layer_without_time_keeps_no_other_from_its_width() -> None:
+    seconds = np.array([[4.0, 2.0, 1.0], [0.0, 0.0, 0.0], [4.0, 2.0, 1.0]])
+    costs = WidthCosts((1, 2, 4), seconds, np.full((2, 3, 3), 0.1) * (1 - np.eye(3)))
+    assert best_widths(costs) == best_widths(costs, 1.0) == [2, 2, 2]
+    # Control: with time of its own, it stays on one device.
+    costs.seconds[1] = [0.5, 2.0, 2.0]
+    assert best_widths(costs) == [2, 0, 2]

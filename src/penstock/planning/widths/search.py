@@ -30,7 +30,9 @@ class WidthCosts:
     moves: Array
 
     def allowed(self, limit: float = inf) -> npt.NDArray[np.bool_]:
-        """Return which widths each layer may have."""
+        """Return which widths each layer may have. What takes no time on one device may be anywhere, without a limit."""
+        if limit == inf:
+            return np.ones(self.seconds.shape, np.bool_)
         used = self.seconds * np.array(self.widths)
         allowed: npt.NDArray[np.bool_] = used <= limit * used[:, :1] * _SLACK
         return allowed
