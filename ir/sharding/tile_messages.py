@@ -181,6 +181,8 @@ class TileMessages:
         # By edge, taker and number in the batch: the ranks that the taker receives from.
         self._senders: dict[tuple[EdgeEnds, int, int], list[int]] = {}
         self._handed: dict[EdgeEnds, set[_Numbered]] = {}
+        # By edge, rank and number in the batch: the ranks that the rank hands on to.
+        self._takers: dict[tuple[EdgeEnds, int, int], tuple[int, ...]] = {}
         self._slices: dict[tuple[EdgeEnds, int, int], tuple[TileSlice, ...]] = {}
         self._per_batch = module.schedule.microbatches if module.schedule is not None else 1
         self._places = {
@@ -204,6 +206,10 @@ class TileMessages:
                         if action.peer not in line:
                             line.append(action.peer)
         self._handed = self._tiles_handed_on()
+        for (ends, taker, unit), line in self._senders.items():
+            for sender in line:
+                if self.hands_on(ends, sender):
+                    self._takers[ends, sender, unit] = (*self._takers.get((ends, sender, unit), ()), taker)
 
     def __bool__(self) -> bool:
         return bool(self._edges)
@@ -238,9 +244,12 @@ class TileMessages:
 
     def handed_to(self, ends: EdgeEnds, rank: int, number: int) -> tuple[int, ...]:
         """Return the ranks that a rank hands tiles of a microbatch or batch on to."""
-        unit = self._unit(ends, number)
-        lines = ((taker, line) for (other, taker, of), line in self._senders.items() if (other, of) == (ends, unit))
-        return tuple(taker for taker, line in lines if rank in line) if (ends[1], rank) in self._places else ()
+        return self._takers.get((ends, rank, self._unit(ends, number)), ())
+
+    def hands_on(self, ends: EdgeEnds, rank: int) -> bool:
+        """Return whether a rank that sends tiles of an edge hands on what has come to its stage."""
+        sender = self._sender(ends, rank)
+        return sender is not None and sender.hands_on
 
     def missing(self, ends: EdgeEnds, taker: int, senders: Sequence[int]) -> list[str]:
         """Return the names of values of which a rank gets less from some others than it needs."""

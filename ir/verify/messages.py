@@ -177,7 +177,8 @@ class _Ends:
                 yield from self._problem("twice", step, f"has already come from rank {peer} at step {first}")
 
     def hand_on(self, step: int, a: Action) -> Iterator[Problem]:
-        """Check that all of the values have come before they are handed on, from another stage, to a rank of this."""
+        """Check that all of the values have come before they are handed on, from another stage, to a rank of this, and
+        that no computation takes them before: it may wait for that rank."""
         ends = ends_of(a, self._homes)
         fellow = a.peer != self._rank and a.peer in self._members[a.stage]
         yield from self._message(step, a, known=fellow and ends in self._tiles)
@@ -185,6 +186,12 @@ class _Ends:
             return
         if self._tiles.missing(ends, self._rank, self._arrived.get((ends, a.mb), [])):
             yield from self._problem("early", step, f"hands on what has not come from stage {a.end} yet")
+        for (stage, kind), origins in self._into.items():
+            if stage == a.stage and (ends[0], a.phase) in origins and (kind, stage, a.mb, None, None) in self._done:
+                what = (
+                    f"comes behind {stage}{kind}{a.mb}, which takes the same values, so that rank {a.peer} waits for it"
+                )
+                yield from self._problem("behind", step, what)
 
     def _receive_tiles(self, a: Action, ends: tuple[int, int, str]) -> None:
         assert a.peer is not None

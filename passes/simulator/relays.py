@@ -23,8 +23,9 @@ _Unit = tuple[str, int, int, int]
 
 @dataclass(slots=True, eq=False)
 class RelayedLink:
-    """The messages from one rank to another of its team: where they stand in its line, and what they are made of. What
-    has begun, what has arrived and when, and what waits for that is kept by number."""
+    """The messages from one rank to another of its team, and what they are made of. `positions` are those of the last
+    receive of that in the rank's line, as they go on from there. What has begun, what has arrived and when, and what
+    waits for that is kept by number."""
 
     channel: MessageChannel
     positions: dict[int, int] = field(default_factory=dict)
@@ -54,14 +55,19 @@ class Relays:
             if not any(step.code == hand for step in line.steps):
                 continue
             come: dict[_Unit, list[MessageChannel]] = {}
+            last: dict[_Unit, int] = {}
             for position, (step, mb) in enumerate(zip(line.steps, line.numbers, strict=True)):
+                if step.code not in (receive, hand):
+                    continue
                 a = step.action
+                unit = a.phase, a.stage, a.other(homes), mb
                 if step.code == receive:
-                    come.setdefault((a.phase, a.stage, a.other(homes), mb), []).append(step.channel)
-                elif step.code == hand:
+                    come.setdefault(unit, []).append(step.channel)
+                    last[unit] = position
+                else:
                     link = self._links.setdefault(step.channel, RelayedLink(step.channel))
-                    link.positions[mb] = position
-                    link.sources[mb] = tuple(come[a.phase, a.stage, a.other(homes), mb])
+                    link.positions[mb] = last[unit]
+                    link.sources[mb] = tuple(come[unit])
                     for source in link.sources[mb]:
                         self._from.setdefault((source, mb), []).append(link)
 

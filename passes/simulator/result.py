@@ -174,7 +174,9 @@ class Simulated:
                 seconds[what] = seconds.get(what, 0.0) + until - max(begin, start)
             until = min(until, begin)
 
-        while until > start:
+        known: set[tuple[int, int]] = set()
+        while until > start and (rank, position) not in known:
+            known.add((rank, position))
             line = self.lines[rank]
             spend(f"computing on rank {rank}", line.starts[position])
             message = self.messages.get((rank, position))

@@ -140,6 +140,10 @@ class TiledMessages:
         """Return the ranks that this one hands tiles on to, and those that it has them from."""
         return self._messages.handed_to(ends, self._rank, unit), self._messages.senders(ends, self._rank, unit)
 
+    def hands_on(self, ends: EdgeEnds, sender: int) -> bool:
+        """Return whether a rank that sends tiles hands them on, and so is of the stage that takes them."""
+        return self._messages.hands_on(ends, sender)
+
     def cut(self, ends: EdgeEnds, taker: int, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return what this rank sends to another, contiguous."""
         pieces = self._messages.slices(ends, self._rank, taker)

@@ -41,7 +41,7 @@ from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import Edge, Value
 from penstock.ir.memory.walk import POSTED, SENDS_TOGETHER
 from penstock.ir.messages import parcels
-from penstock.ir.schedule import HAND_OF, RECEIVES, SENDS, Action
+from penstock.ir.schedule import HAND_OF, HANDS, RECEIVES, SENDS, Action
 from penstock.ir.sharding.tile_messages import TileMessages
 from penstock.runtime.group.group import Team, time_span
 from penstock.runtime.group.neighbours import End, end_of
@@ -460,11 +460,20 @@ class RankTransport:
         if len(carried) > _SHOWN:
             values += f" and {counted(len(carried) - _SHOWN, 'more value')}"
         return PeerLost(
-            f"rank {action.peer} (stage {action.other(self._homes)}) {what}; waited for {describe(action)}, "
+            f"rank {action.peer} (stage {self._stage_of_peer(action)}) {what}; waited for {describe(action)}, "
             f"which carries {values}",
             where=place,
             hint=hint,
         )
+
+    def _stage_of_peer(self, action: Action) -> int:
+        """Return the stage of the rank at the other end; that of this one where one hands on to the other."""
+        if action.kind in HANDS:
+            return action.stage
+        tiles, peer = self._tiles_of(action) if action.kind in RECEIVES else None, action.peer
+        if tiles is not None and peer is not None and tiles.hands_on(self._ends_of(action), peer):
+            return action.stage
+        return action.other(self._homes)
 
     def _what_failed(self, error: Exception) -> tuple[str, str]:
         """Return the words of torch or the system about a peer, and a hint."""

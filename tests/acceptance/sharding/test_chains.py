@@ -7,6 +7,7 @@ plan with a link left out, one too soon, and one from a rank that has nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ from acceptance.sharding.changed_schedules import wired_problems
 import penstock as ps
 from penstock.commands.parser import main
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule import HANDS
+from penstock.ir.schedule import HANDS, Action
 from penstock.ir.sharding.tile_messages import TileEnds, moved_bytes, tile_messages
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.communicate import senders
 from penstock.passes.sharding.crossings import arrivals
+from penstock.runtime.transport.transport import RankTransport
 
 ROWS, WIDTH, CLASSES, STEPS = 128, 2048, 12, 3
 TRAINING = ps.Training("cross_entropy", ps.SGD(lr=1e-2), 4)
@@ -99,5 +101,34 @@ def test_checker_refuses_links_left_out_too_soon_and_without_a_source(plans: tup
     soon = {"1 1RF4<0": ("1HF4>2:0", "1RF4<0"), "1 1HF4>2:0": ()}
     assert "hands on what has not come" in wired_problems(chain, soon)
     assert "never receives this message" in wired_problems(chain, {"2 1HF4>3:0": ("1HF4>3:0", "1HF4>1:0")})
+    for late in ("F", "B"):
+        behind = {"1 1HF4>2:0": (), f"1 1{late}4@1": (f"1{late}4@1", "1HF4>2:0")}
+        assert "comes behind 1F" in wired_problems(chain, behind)
     circle = {"1 1RF4<0": ("1RF4<3:0",), "0 0SF4>1": (), "3 1RF4<2:0": ("1RF4<2:0", "1HF4>1:0")}
     assert "waits" in wired_problems(chain, circle)
+
+
+@pytest.mark.parametrize(
+    ("action", "peer"),
+    [("1RF4<1:0", "rank 1 (stage 1)"), ("1HF4>3:0", "rank 3 (stage 1)"), ("1RF4<0", "rank 0 (stage 0)")],
+)
+def test_errors_name_the_stage_of_the_peer(action: str, peer: str, plans: tuple[ps.Plan, ps.Plan]) -> None:
+    """It is that of the rank itself, not the one where the chain begins."""
+    module = plans[0].module
+    transport = RankTransport(2, module.edges, module.rank_stages(), 1)
+    transport.use_tiles({"": tile_messages(module)})
+    assert peer in str(transport._lost(Action.parse(action), ConnectionError("closed")))
+
+
+def test_the_critical_path_of_links_behind_a_computation_ends(plans: tuple[ps.Plan, ps.Plan]) -> None:
+    """The checker refuses such a schedule. What is simulated of it is no reason to go on for ever."""
+    module = plans[0].module
+    assert module.schedule is not None
+
+    def late(rank: int, action: Action) -> list[Action]:
+        if rank == 1 and action.kind in HANDS:
+            return []
+        return [action, Action("HF", 1, action.mb, None, 2, 0)] if rank == 1 and action.kind == "F" else [action]
+
+    changed = replace(plans[0], module=module.but(schedule=module.schedule.rewrite_ranks(late)))
+    assert changed.as_dict()
