@@ -30,7 +30,7 @@ class WidthCosts:
     moves: Array
 
     def allowed(self, limit: float = inf) -> npt.NDArray[np.bool_]:
-        """Return which widths each layer may have. What takes no time on one device may be anywhere, without a limit."""
+        """Return which widths each layer may have: all of them without a limit, also of what takes no time."""
         if limit == inf:
             return np.ones(self.seconds.shape, np.bool_)
         used = self.seconds * np.array(self.widths)
