@@ -35,22 +35,32 @@ def chain_of(module: Module) -> list[Op]:
 
 def positions_of(chain: Sequence[Op]) -> dict[str, int]:
     """Return the positions of operations by the names a user may give: a loc stands for the first operation that has
-    it, a value for the one that makes it."""
-    return {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
+    it, a module for its first one, a value for the one that makes it. Torch calls values `linear` and modules as well:
+    `%linear` is the value in any case, the plain name only where no operation and no module has it."""
+    values = {v.name: i for i, op in reversed(list(enumerate(chain))) for v in op.outs}
+    locs = {op.loc: i for i, op in reversed(list(enumerate(chain)))}
+    modules = {name: first for name, (first, _) in module_spans(chain).items()}
+    return {f"%{name}": i for name, i in values.items()} | values | modules | locs
 
 
 def names_to_split_at(chain: Sequence[Op]) -> list[str]:
     """Return for every operation a name that stands for it alone: its loc if it is the first that has it, else what it
     makes or touches."""
     position = positions_of(chain)
-    return [
-        op.loc if position.get(op.loc) == i else op.outs[0].name if op.outs else op.var for i, op in enumerate(chain)
-    ]
+
+    def name_of(i: int, op: Op) -> str:
+        if position.get(op.loc) == i or not op.outs:
+            return op.loc if position.get(op.loc) == i else op.var
+        value = op.outs[0].name
+        return value if position[value] == i else f"%{value}"
+
+    return [name_of(i, op) for i, op in enumerate(chain)]
 
 
 def modules_around(loc: str) -> list[str]:
-    """Return the names of the modules around an operation, the outermost first: each part of its loc but the last."""
-    return [loc[:i] for i, sign in enumerate(loc) if sign in "./" and i and loc[i - 1] not in "./"]
+    """Return the names of the modules around an operation, the outermost first: each part of its loc but the last.
+    The slash in front of names of ONNX belongs to none."""
+    return [loc[:i].lstrip("/") for i, sign in enumerate(loc) if sign in "./" and i and loc[i - 1] not in "./"]
 
 
 def module_spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:

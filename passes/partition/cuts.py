@@ -212,7 +212,7 @@ def pins_of(chain: Sequence[Op], texts: Sequence[str], count: int) -> tuple[tupl
     for text in texts:
         name, _, number = (part.strip() for part in text.rpartition("="))
         places = [i for i, op in enumerate(chain) if op.loc == name] if name else []
-        places += [*spans.get(name, ()), *([position[name]] if name in position else [])]
+        places = [*places, *spans.get(name, ())] or ([position[name]] if name in position else [])
         if not number.isdecimal() or int(number) >= count:
             problems.append(f"{text!r} does not end in a stage from 0 to {count - 1}")
         elif not places:
@@ -234,7 +234,7 @@ def pins_of(chain: Sequence[Op], texts: Sequence[str], count: int) -> tuple[tupl
 def known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int]:
     """Return the operation that each name stands for, of a module its first one; names that stand for none are
     refused."""
-    position = {name: span[0] for name, span in module_spans(chain).items()} | positions_of(chain)
+    position = positions_of(chain)
     unknown = [name for name in names if name not in position]
     if unknown:
         listed = "with `--dump-ir dumps`, `penstock inspect dumps/00_input.ir --op .` lists those there are"

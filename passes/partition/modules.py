@@ -48,6 +48,8 @@ def tree_of(locs: Sequence[str], reads: Sequence[bool], costs: Sequence[float]) 
     def visit(name: str, first: int, last: int, depth: int) -> ModuleVisit:
         starts = _starts(paths, first, last, depth)
         while len(starts) == 1 and any(len(path) > depth for path in paths[first:last]):
+            # A visit of one inner module, and of nothing beside it, has the name of that one.
+            name = paths[first][depth] if name and all(len(path) > depth for path in paths[first:last]) else name
             depth += 1
             starts = _starts(paths, first, last, depth)
         children: tuple[ModuleVisit, ...] = ()
@@ -104,8 +106,9 @@ def module_words(names: Sequence[str]) -> str:
     runs: list[list[str]] = []
     for name in names:
         parent = modules_around(name)[-1:]
-        if runs and parent and not name.startswith("a part") and modules_around(runs[-1][-1])[-1:] == parent:
-            runs[-1].append(name)
+        before = runs[-1] if runs and parent and not name.startswith("a part") else []
+        if before and name not in before and modules_around(before[-1])[-1:] == parent:
+            before.append(name)
         else:
             runs.append([name])
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)

@@ -22,10 +22,10 @@ from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_bert, write_gpt, write_mlp
 from penstock.passes.partition import tree as tree_file
-from penstock.passes.partition.chain import chain_of, module_spans
+from penstock.passes.partition.chain import chain_of, module_spans, names_to_split_at
 from penstock.passes.partition.chain_costs import ChainCosts
 from penstock.passes.partition.cuts import CutSearch, by_operation, known_positions
-from penstock.passes.partition.modules import ModuleVisit, module_words, tree_of
+from penstock.passes.partition.modules import ModuleVisit, module_words, modules_between, tree_of
 from penstock.passes.partition.tree import devices_along, least_segments
 from penstock.planning.hints import stage_starts
 from penstock.planning.model import Model
@@ -135,7 +135,7 @@ def test_segments_are_least() -> None:
 def test_a_tree_follows_names() -> None:
     locs = ["wte", "h.0.ln/norm", "h.0.fc/linear", "mask", "h.0/add", "h.1.ln/norm", "h.1/add", "/head/MatMul"]
     tree = tree_of(locs, [True, *[False] * 7], [1.0] * 8)
-    assert [(v.name, v.first, v.last) for v in tree.children] == [("wte", 0, 1), ("h", 1, 7), ("/head", 7, 8)]
+    assert [(v.name, v.first, v.last) for v in tree.children] == [("wte", 0, 1), ("h", 1, 7), ("head", 7, 8)]
     blocks = tree.children[1].children
     assert [(v.name, v.first, v.last) for v in blocks] == [("h.0", 1, 5), ("h.1", 5, 7)]
     assert [(v.name, v.first, v.last) for v in blocks[0].children] == [("h.0.ln", 1, 2), ("h.0.fc", 2, 5)]
@@ -239,6 +239,41 @@ def test_pins_and_starts_go_by_modules(tmp_path: Path) -> None:
     started = ps.plan(model, Cluster.local(2), TRAINING, split_at=("h.5",))
     assert stage_of(started)["h.3.mlp.proj"] == 0
     assert started.module.vars["h.5.ln_1.weight"].stage == 1
+
+
+def test_modules_go_before_values_of_their_names(tmp_path: Path) -> None:
+    """Torch calls the first product of a model `linear`, and so does this model its third layer."""
+
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2, self.linear, self.head = (torch.nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.relu(self.linear(torch.relu(self.fc2(torch.relu(self.fc1(x)))))))
+
+    model = ps.from_torch(Named(), (torch.zeros(4, 16),))
+
+    def stages(**options: object) -> dict[str, int | None]:
+        plan = ps.plan(model, Cluster.local(2), ps.Training(loss="mse"), **options)
+        return {name: plan.module.vars[name].stage for name in ("fc1.bias", "fc2.bias", "linear.weight", "head.bias")}
+
+    chain = chain_of(ps.plan(model, Cluster.local(1)).reference)
+    assert known_positions(chain, ["%linear"])["%linear"] == module_spans(chain)["fc1"][1]
+    parted = {"fc1.bias": 0, "fc2.bias": 0, "linear.weight": 1, "head.bias": 1}
+    assert stages(split_at=("linear",)) == stages(pin=("linear=1", "fc2=0")) == parted
+    # Control: the value of that name is in the first layer.
+    assert stages(split_at=("%linear",)) != parted
+    names = names_to_split_at(chain)
+    assert [known_positions(chain, names)[name] for name in names] == list(range(len(chain)))
+
+
+def test_visits_have_the_names_of_what_they_visit() -> None:
+    locs = ["blocks.0.a", "blocks.1.a", "mid.a", "blocks.2.a"]
+    tree = tree_of(locs, [False] * 4, [1.0] * 4)
+    assert modules_between(tree, 0, 2) == ["blocks"]
+    assert modules_between(tree, 2, 4) == ["mid", "blocks.2"]
+    assert module_words(["b.0", "b.1", "b.2", "b.0", "b.1"]) == "b.0 to b.2, b.0, b.1"
 
 
 @pytest.mark.parametrize("seed", range(4))
