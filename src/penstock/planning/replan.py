@@ -47,6 +47,7 @@ from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.memory.offload import ACTIVATIONS, ALL, BOTH, STATE, WEIGHTS
 from penstock.passes.partition.devices import Axes, StageDevices, mesh_axes
+from penstock.passes.partition.modules import OPERATION
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import equal_shares, fair_shares
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
@@ -87,16 +88,24 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
 
 
 def _carried_out(module: Module, calls: Sequence[Call]) -> tuple[Sequence[Call], Module]:
-    """Run the passes. On other devices nothing may be gained by some of what is elsewhere: less is then. Any other
-    error comes again with the last of these."""
+    """Run the passes. On other devices nothing may be gained by some of what is elsewhere: less is then. There may be
+    more stages than modules: they are cut at any operation then. Any other error comes again with the last of these."""
     refused: UsageError | None = None
-    for fewer in _moving_less(calls):
+    for fewer in _with_less(calls):
         try:
             return fewer, run_passes(module, fewer, PASSES)
         except UsageError as error:
             refused = error
     assert refused is not None
     raise refused
+
+
+def _with_less(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
+    """Yield the calls, with all and less elsewhere, then the same with cuts at any operation."""
+    yield from _moving_less(calls)
+    cut = calls[0]
+    if cut.options.split_by != OPERATION:
+        yield from _moving_less([Call(cut.name, replace(cut.options, split_by=OPERATION)), *calls[1:]])
 
 
 def _moving_less(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
@@ -165,7 +174,7 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
     partitioned: dict[str, Any] = {
         "stages": 0,
         "split_at": (),
-        "pins": (),
+        "pins": calls[0].options.pins if _as_many_stages(bundle, placed) else (),
         "devices": tuple(" ".join(device.name for device in group) for group in placed.groups),
         "shares": shares,
         "mesh": ",".join(f"{axis}={size}" for axis, size in placed.axes),
@@ -181,6 +190,11 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
         # Replicas with unequal shares cannot meet in every microbatch.
         changes["zero"] = {"level": 1}
     return [Call(call.name, replace(call.options, **changes.get(call.name, {}))) for call in calls]
+
+
+def _as_many_stages(bundle: Bundle, placed: StageDevices) -> bool:
+    """Return whether there are as many stages as before, so that their numbers mean the same."""
+    return not bundle.module.packs and len(placed.groups) == len(set(bundle.module.rank_stages()))
 
 
 def _packs(bundle: Bundle, placed: StageDevices) -> bool:
@@ -208,7 +222,10 @@ def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, plac
     stages = f"{counted(len(placed.groups), 'stage')} on {used}" if packs == 1 else f"{packs} stages on each of {used}"
     kind = next(call.options.kind for call in after if call.name == "schedule")
     other = "" if kind == schedule.name else f", as {schedule.name} cannot deal them to packs"
-    return f"{stages}, schedule {kind} with {counted(schedule.microbatches, 'microbatch')}{other}{lower}"
+    cuts = [next(call.options for call in calls if call.name == "partition") for calls in (before, after)]
+    pins = "" if cuts[0].pins == cuts[1].pins else ", without pins, as the number of stages is another"
+    places = "" if cuts[0].split_by == cuts[1].split_by else ", cut at any operation, as modules do not make them"
+    return f"{stages}, schedule {kind} with {counted(schedule.microbatches, 'microbatch')}{other}{lower}{pins}{places}"
 
 
 def _end_with(parent: int) -> None:

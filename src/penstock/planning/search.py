@@ -22,7 +22,7 @@ from penstock.calibration.corrections import best_prices
 from penstock.frontends.training import Training
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule_names import PACKED, SYNCHRONOUS
+from penstock.ir.schedule_names import PACKED, SYNCHRONOUS, TRAINING
 from penstock.passes.planner.argue import Result, plan_chain
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.packed import Packed, pack
@@ -134,6 +134,9 @@ class _Searching:
     def plan(self) -> Plan:
         """Return the first of the best plans that the passes accept."""
         options, cluster = self.options, self.cluster
+        if strange := [kind for kind in options.schedules if kind not in (*TRAINING, *PACKED)]:
+            expected = ", ".join((*TRAINING, *PACKED))
+            raise UsageError(f"{', '.join(strange)}: no schedule of a training, expected some of {expected}")
         profile = self._profile(options.precision, sorted(self.models), self.feedback)
         sizes = profile.chain.sizes
         alone = tuple(kind for kind in options.schedules if kind not in PACKED)
