@@ -100,8 +100,10 @@ class SenderChoice:
         late: dict[int, float] = {}
         for taker, fellow in self._fellows.items():
             sizes = [ends.taken_bytes(number, taker) for number in alike[taker]]
-            way = self._between(self._names[1][fellow], self._names[1][taker])
-            parcel = max((nbytes / parcels_of(nbytes) for nbytes in sizes), default=0.0)
+            names = self._names[1][fellow], self._names[1][taker]
+            way = self._between(*names)
+            is_cut = self._cluster is None or self._cluster.hands_parcels(*names)
+            parcel = max((nbytes / (parcels_of(nbytes) if is_cut else 1) for nbytes in sizes), default=0.0)
             for port, rate in way:
                 loads[port] = loads.get(port, 0.0) + sum(sizes) / rate
             late[taker] = late.get(fellow, 0.0) + max((parcel / rate for _, rate in way), default=0.0)

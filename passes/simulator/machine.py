@@ -24,12 +24,13 @@ SOCKET_BUFFER = 4e6
 class Route:
     """The way of a message between two ranks. `shares` are (name, bytes per second) of links and NICs, which all
     messages with the same name share; `shared`: memory of both. Sums of gradients go at `summing` bytes per second at
-    most."""
+    most. What is handed on goes `whole`, or in parcels while it comes."""
 
     shares: tuple[tuple[str, float], ...] = ()
     latency: float = 0.0
     shared: bool = False
     summing: float = math.inf
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,8 @@ def machine_of(
     def through(a: str, b: str) -> Route:
         if a == b:
             return Route()
-        path = cluster.path(a, b)
-        return Route(
-            ((f"{a}>{b}", path.bandwidth), *path.shares), path.latency, cluster.shares_memory(a, b), path.summing
-        )
+        path, whole = cluster.path(a, b), not cluster.hands_parcels(a, b)
+        shares = ((f"{a}>{b}", path.bandwidth), *path.shares)
+        return Route(shares, path.latency, cluster.shares_memory(a, b), path.summing, whole)
 
     return SimulatedMachine(lambda source, target: through(devices[source], devices[target]), seats or {}, transport)

@@ -3,8 +3,9 @@
 In: the lines of all ranks. Out: for a message that begins to move, the messages that go on with it, and when; for one
 that arrives, when all of it can be there.
 
-A tile travels in parcels. So what is handed on sets out when the first parcel of all that it is made of has come. It
-is there no sooner than one parcel behind the last of these.
+A tile travels in parcels between processors of unlike hosts. So what is handed on sets out when the first parcel of
+all that it is made of has come. It is there no sooner than one parcel behind the last of these. Elsewhere a tile goes
+whole: that is one parcel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RelayedLink:
     waits for that is kept by number."""
 
     channel: MessageChannel
+    is_whole: bool = False
     positions: dict[int, int] = field(default_factory=dict)
     sources: dict[int, tuple[MessageChannel, ...]] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
@@ -37,7 +39,8 @@ class RelayedLink:
     def parcel_seconds(self, channel: MessageChannel) -> float:
         """Return how long a parcel takes on a channel."""
         rate = min((use.bandwidth for use, _ in channel.pair.uses), default=channel.pair.cap)
-        return channel.nbytes / parcels_of(int(channel.nbytes)) / rate + channel.pair.latency
+        parcels = 1 if self.is_whole else parcels_of(int(channel.nbytes))
+        return channel.nbytes / parcels / rate + channel.pair.latency
 
     def end(self, mb: int, end: float) -> float:
         """Return when a message is there that has moved until `end`."""
@@ -46,9 +49,16 @@ class RelayedLink:
 
 class Relays:
     """All that ranks hand on in a simulation. `homes` are the stages of ranks, `receive` and `hand` the codes
-    of these steps."""
+    of these steps; `goes_whole` says of which way nothing is handed on in parcels, from one rank to another."""
 
-    def __init__(self, homes: Mapping[int, int], lines: Iterable[RankTimeline], receive: int, hand: int) -> None:
+    def __init__(
+        self,
+        homes: Mapping[int, int],
+        lines: Iterable[RankTimeline],
+        receive: int,
+        hand: int,
+        goes_whole: Callable[[int, int], bool],
+    ) -> None:
         self._links: dict[MessageChannel, RelayedLink] = {}
         self._from: dict[tuple[MessageChannel, int], list[RelayedLink]] = {}
         for line in lines:
@@ -68,6 +78,7 @@ class Relays:
                     link = self._links.setdefault(step.channel, RelayedLink(step.channel))
                     link.positions[mb] = last[unit]
                     link.sources[mb] = tuple(come[unit])
+                    link.is_whole = any(goes_whole(way.source, way.target) for way in (step.channel, *come[unit]))
                     for source in link.sources[mb]:
                         self._from.setdefault((source, mb), []).append(link)
 

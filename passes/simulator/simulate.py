@@ -139,7 +139,9 @@ class _Simulation:
         self.posts = (
             {rank: self._posts(line) for rank, line in self.lines.items()} if self.transport.posted is not None else {}
         )
-        self.relays = Relays(self.stage_of, self.lines.values(), _RECEIVE, _HAND)
+        self.relays = Relays(
+            self.stage_of, self.lines.values(), _RECEIVE, _HAND, lambda one, other: machine.route(one, other).whole
+        )
         self._take_seats()
 
     def push(self, time: float, code: int, what: object, extra: int = 0) -> None:

@@ -23,6 +23,7 @@ from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.communicate import senders
 from penstock.passes.sharding.crossings import arrivals
+from penstock.planning.predict import predict
 from penstock.runtime.transport.transport import RankTransport
 
 ROWS, WIDTH, CLASSES, STEPS = 128, 2048, 12, 3
@@ -91,6 +92,13 @@ def test_verify_simulate_and_text_know_what_is_handed_on(
     assert main(["simulate", bundle]) == 0
     assert main(["inspect", bundle, "--links"]) == 0
     assert capsys.readouterr().out.count("handed on") == 2
+
+
+def test_what_goes_whole_is_predicted_so(plans: tuple[ps.Plan, ps.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one host hand on by shared memory, behind the receive of all."""
+    whole = predict(plans[0].module).step
+    monkeypatch.setattr(Cluster, "hands_parcels", lambda *names: True)
+    assert predict(plans[0].module).step < whole * 0.999
 
 
 def test_checker_refuses_links_left_out_too_soon_and_without_a_source(plans: tuple[ps.Plan, ps.Plan]) -> None:

@@ -8,6 +8,7 @@ exhaustive search where there are few, and what network cards have to carry at l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -258,6 +259,15 @@ def test_a_chain_of_hosts_takes_a_third_of_one_after_the_other() -> None:
     assert apart.makespan(apart.best()) == pytest.approx(3 * once)
     assert once < chosen.makespan(chosen.best()) < 1.1 * once
     assert chosen.best() == {0: (TileSender(0),), 1: (TileSender(0, True),), 2: (TileSender(1, True),)}
+
+
+def test_gpus_hand_on_whole_tiles_so_a_chain_wins_nothing() -> None:
+    ends, cpus = _one_to_hosts(3, "f32[2048,1024]")
+    gpus = replace(cpus, devices=tuple(replace(device, kind="cuda", target="sm_90") for device in cpus.devices))
+    chain = SenderChoice(ends, gpus, fellows={1: 0, 2: 1})
+    once = ends.edge.values[0].type.nbytes / gpus.path("s:0", "t:0").bandwidth
+    assert chain.makespan(chain.best()) == pytest.approx(3 * once)
+    assert not any(one.hands_on for line in best_choice(ends, gpus).best().values() for one in line)
 
 
 def test_small_tiles_are_sent_one_by_one() -> None:
