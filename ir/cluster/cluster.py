@@ -335,10 +335,6 @@ class Cluster:
             return (MEMORY, PINNED, IPC)[gpus]
         return NCCL if gpus == 2 else GLOO
 
-    def hands_parcels(self, a: str, b: str) -> bool:
-        """Return whether what a rank on `a` hands on to one on `b` goes on in parcels while it comes, not whole."""
-        return self.carrier(a, b) == GLOO and "cuda" not in (self.device(a).kind, self.device(b).kind)
-
     @property
     def is_shared(self) -> bool:
         """Return whether all messages go through memory."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import NamedTuple
 
+from penstock.ir.cluster.cluster import GLOO, Cluster
 from penstock.ir.graph import Edge, Mesh, Module, Op, Value
 from penstock.ir.memo import Derived
 from penstock.ir.messages import TOGETHER
@@ -84,6 +85,11 @@ def _parcels(both: SharedSlices, value: Value) -> list[SharedSlices]:
 def parcels_of(nbytes: int) -> int:
     """Return into how many parcels a tile that is handed on is cut: each is large enough to travel alone."""
     return max(1, min(PARCELS, nbytes // (TOGETHER + 1)))
+
+
+def goes_in_parcels(cluster: Cluster, a: str, b: str) -> bool:
+    """Return whether what a rank on `a` hands on to one on `b` goes on in parcels while it comes, not whole."""
+    return cluster.carrier(a, b) == GLOO and "cuda" not in (cluster.device(a).kind, cluster.device(b).kind)
 
 
 class TileEnds(NamedTuple):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.memory.walk import LOOK_AHEAD, POSTED
 from penstock.ir.schedule import Action
+from penstock.ir.sharding.tile_messages import goes_in_parcels
 
 # The bytes that a send of gloo writes before it returns, where they were measured (benchmarks/truth.py --calibrate).
 SOCKET_BUFFER = 4e6
@@ -114,7 +115,7 @@ def machine_of(
     def through(a: str, b: str) -> Route:
         if a == b:
             return Route()
-        path, whole = cluster.path(a, b), not cluster.hands_parcels(a, b)
+        path, whole = cluster.path(a, b), not goes_in_parcels(cluster, a, b)
         shares = ((f"{a}>{b}", path.bandwidth), *path.shares)
         return Route(shares, path.latency, cluster.shares_memory(a, b), path.summing, whole)
 

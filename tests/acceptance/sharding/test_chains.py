@@ -23,6 +23,7 @@ from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.communicate import senders
 from penstock.passes.sharding.crossings import arrivals
+from penstock.passes.simulator import machine
 from penstock.planning.predict import predict
 from penstock.runtime.transport.transport import RankTransport
 
@@ -97,7 +98,7 @@ def test_verify_simulate_and_text_know_what_is_handed_on(
 def test_what_goes_whole_is_predicted_so(plans: tuple[ps.Plan, ps.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one host hand on by shared memory, behind the receive of all."""
     whole = predict(plans[0].module).step
-    monkeypatch.setattr(Cluster, "hands_parcels", lambda *names: True)
+    monkeypatch.setattr(machine, "goes_in_parcels", lambda *names: True)
     assert predict(plans[0].module).step < whole * 0.999
 
 
