@@ -30,6 +30,7 @@ from .attrs import Attrs
 from .graph import REPLICAS, Graph, Module, Op, Value, graph_stage, summed_vars
 from .memo import Derived
 from .ops import EXCHANGES, axes_over, complete_attrs, integer, make
+from .schedule import COMPUTE
 from .types import ITEM_BYTES, TensorType, part_size
 
 # The bytes of an operand from which on an all_reduce goes by parts. Below, a second meeting costs more than the bytes.
@@ -98,6 +99,7 @@ class JointSum(CollectiveCall):
         return f"parts of the sums of {len(self.calls)} gradients, over={REPLICAS}"
 
 
+_MEETING = Derived[dict[tuple[int, int, str], tuple[int, ...]]](__name__, "meeting")
 _CALLS = Derived[tuple[CollectiveCall, ...]](__name__, "calls")
 
 
@@ -215,3 +217,32 @@ def groups_of(module: Module) -> tuple[tuple[int, ...], ...]:
             if graph_stage(name) in stages:
                 groups |= dict.fromkeys(group_of(module, rank, call.over) for call in calls_of(graph))
     return tuple(sorted(group for group in groups if len(group) > 1))
+
+
+def meeting_ranks(module: Module) -> Mapping[tuple[int, int, str], tuple[int, ...]]:
+    """Return the ranks that run a graph together, by rank, stage and kind, where collectives of it bring several
+    together."""
+    return module.kept.once(_MEETING, lambda: _meeting_ranks(module))
+
+
+def _meeting_ranks(module: Module) -> dict[tuple[int, int, str], tuple[int, ...]]:
+    together: dict[tuple[int, int, str], tuple[int, ...]] = {}
+    for stage in module.stages:
+        graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage.index, kind)) and calls_of(g)}
+        if not graphs:
+            continue
+        mesh, listed = module.mesh_of(stage.index), module.ranks_of(stage.index)
+        for kind, graph in graphs.items():
+            if first_meeting(module, stage.index, kind) is not None:
+                axes = {axis for call in calls_of(graph) for axis in call.over}
+                for team in [tuple(range(len(mesh.devices)))] if REPLICAS in axes else mesh.teams():
+                    ranks = tuple(listed[place] for place in team)
+                    together |= {(rank, stage.index, kind): ranks for rank in ranks}
+    return together
+
+
+def first_meeting(module: Module, stage: int, kind: str) -> CollectiveCall | None:
+    """Return the first collective of a graph that brings several ranks together; None where there is none."""
+    graph, sizes = module.stage_graph(stage, kind), module.mesh_of(stage).sizes
+    calls = calls_of(graph) if graph is not None else ()
+    return next((call for call in calls if any(sizes.get(axis, 1) > 1 for axis in call.over)), None)

@@ -6,14 +6,15 @@ other.
 Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after
 another. A sum over the ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for
 all of them. In a schedule without sends and receives yet, a forward waits for the stage before it, and a backward for
-the stage after it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a
+the stage after it. A computation whose graph has collectives begins when all ranks that it brings together have come
+to it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a
 chain before `communicate`; the modelled cluster is the business of passes/simulator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.support.errors import VerifyError
@@ -25,15 +26,24 @@ Event = Hashable
 Programs = Mapping[int, Sequence[Action]]
 
 
+class Gathering(NamedTuple):
+    """The ranks that a computation brings together, and the event that all of them are there. The event of one of them
+    is `(event, rank)`."""
+
+    event: Event
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The events around an action of a rank. It waits for `needs`; `gives` hold once it is done, and `meets` as soon as
-    its turn comes.
+    its turn comes. What `gathers` lists waits then until all ranks have come to it.
     """
 
     needs: Callable[[int, Action], Iterable[Event]]
     gives: Callable[[int, Action], Iterable[Event]]
     meets: Callable[[int, Action], Iterable[Event]]
+    gathers: Mapping[tuple[int, Action], Gathering] = field(default_factory=dict)
 
 
 class Meeting(NamedTuple):
@@ -121,6 +131,23 @@ def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], sche
     return Rules(needs, lambda rank, a: ((a.kind, a.stage, a.mb),) if a.kind in PHASES else (), collective.meets)
 
 
+def gatherings(
+    programs: Programs, together: Mapping[tuple[int, int, str], tuple[int, ...]]
+) -> dict[tuple[int, Action], Gathering]:
+    """Return where ranks gather in a run. `together` are the ranks that a computation brings together, by rank, stage
+    and kind. The n-th of a stage and kind on one rank meets the n-th on the others: replicas run other microbatches."""
+    places: dict[tuple[int, Action], Gathering] = {}
+    for rank, actions in programs.items() if together else ():
+        counts: dict[tuple[int, str], int] = {}
+        for action in actions:
+            ranks = together.get((rank, action.stage, action.kind))
+            if ranks is not None:
+                key = action.stage, action.kind
+                counts[key] = counts.get(key, 0) + 1
+                places[rank, action] = Gathering((ranks[0], *key, counts[key]), ranks)
+    return places
+
+
 def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], latency: float = 0.0) -> Played:
     """Run every rank as far as it gets. Linear in the number of actions."""
     done: dict[Event, float] = {}
@@ -128,7 +155,12 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
     lines: dict[int, list[Timed]] = {rank: [] for rank in programs}
     clock = dict.fromkeys(programs, 0.0)
     blocked: dict[int, Event] = {}
+    standing: dict[Event, set[int]] = {}
     ready: list[int] = list(programs)[::-1]
+
+    def wait(rank: int, event: Event) -> None:
+        blocked[rank] = event
+        waiting.setdefault(event, []).append(rank)
 
     def post(events: Iterable[Event], time: float) -> None:
         for event in events:
@@ -145,16 +177,29 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
             start = clock[rank]
             for event in rules.needs(rank, action):
                 if event not in done:
-                    blocked[rank] = event
-                    waiting.setdefault(event, []).append(rank)
+                    wait(rank, event)
                     break
                 start = max(start, done[event] + latency)
             if rank in blocked:
                 break
+            gathering = rules.gathers.get((rank, action)) if rules.gathers else None
+            if gathering is not None:
+                there = standing.setdefault(gathering.event, set())
+                there.add(rank)
+                if len(there) == len(gathering.ranks):
+                    post((gathering.event,), start)
+                elif gathering.event not in done:
+                    wait(rank, gathering.event)
+                    break
+                start = max(start, done[gathering.event])
             finish = start + duration(action)
             line.append(Timed(action, start, finish))
             clock[rank] = finish
             post(rules.gives(rank, action), finish)
+    for rank, event in blocked.items():
+        if event in standing:
+            ranks = rules.gathers[rank, programs[rank][len(lines[rank])]].ranks
+            blocked[rank] = (event, next(other for other in ranks if other not in standing[event]))
     return Played(lines, blocked)
 
 

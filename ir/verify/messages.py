@@ -4,15 +4,17 @@ In: a module with edges and a schedule with sends and receives.
 
 Edges carry exactly what the graphs of one stage take from those of another. On every rank a computation runs after all
 its receives and before all its sends. Every message is sent once and received once, in the same order on both sides of
-a channel; the ranks of a stage sum up gradients in the same order; and no rank waits for ever, when sends are buffered
-and receives wait.
+a channel; the ranks of a stage sum up gradients and meet in collectives of graphs in the same order; and no rank waits
+for ever, when sends are buffered, and receives and collectives wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from penstock.ir.action_kinds import DROP, FORWARD, LET_GO, SUM
+from penstock.ir.collective_calls import first_meeting, meeting_ranks
 from penstock.ir.graph import Edge, Module, Value
 from penstock.ir.grid import message_rules
 from penstock.ir.schedule import (
@@ -104,8 +106,8 @@ def _check_messages(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     for rank, actions in run.programs.items():
         yield from _Ends(run, rank, into, out, tiles).check(actions)
     yield from _check_channels(run)
-    yield from _check_sums(run)
-    yield from check_progress(run, message_rules(run.schedule))
+    yield from _check_orders(module, run)
+    yield from check_progress(module, run, message_rules(run.schedule))
 
 
 class _Ends:
@@ -321,31 +323,59 @@ def _check_channels(run: ConcreteRun) -> Iterator[Problem]:
                     break
 
 
-def _check_sums(run: ConcreteRun) -> Iterator[Problem]:
-    """Check that ranks sum up the gradients of the same batches in the same order as their replicas."""
-    replicas = run.schedule.replicas()
-    orders: dict[tuple[int, ...], dict[int, list[tuple[tuple[int, int], int]]]] = {}
-    for rank, actions in run.programs.items():
-        for step, a in enumerate(actions):
-            if a.kind == SUM:
-                orders.setdefault(replicas[rank], {}).setdefault(rank, []).append(((a.mb, a.stage), step))
-    for members, by_rank in orders.items():
-        leader, order = members[0], by_rank.get(members[0], [])
+def _check_orders(module: Module, run: ConcreteRun) -> Iterator[Problem]:
+    """Check that replicas sum up the gradients of the same batches in one order. They come to computations whose
+    collectives bring all of them together in one order, too."""
+    together = meeting_ranks(module)
+    for members in dict.fromkeys(run.schedule.replicas().values()):
+        if len(members) == 1:
+            continue
+        orders = {rank: list(_meetings(run.programs[rank], rank, members, together)) for rank in members}
+        leader, order = members[0], orders[members[0]]
         for rank in members[1:]:
-            other = by_rank.get(rank, [])
-            if [x[0] for x in other] == [x[0] for x in order]:
+            other = orders[rank]
+            at = next((i for i, (x, y) in enumerate(zip_longest(order, other)) if not x or not y or x[0] != y[0]), None)
+            if at is None:
                 continue
-            what = (
-                f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} "
-                f"{_summed(order)}, rank {rank} {_summed(other)}"
+            does = "sum" if all(meeting[0] == SUM for meeting, _ in (*order, *other)) else "meet"
+            sides = ", ".join(
+                f"rank {r} {_near(run.programs[r], steps, at)}{_collective(module, run.programs[r], steps, at)}"
+                for r, steps in ((leader, order), (rank, other))
             )
-            at = next(
-                (i for i, (x, y) in enumerate(zip(order, other, strict=False)) if x[0] != y[0]),
-                min(len(order), len(other)),
-            )
+            what = f"ranks {', '.join(map(str, members))} {does} in different orders: {sides}"
             longer, listed = (leader, order) if len(order) > at else (rank, other)
             yield run.problem(longer, listed[at][1], what)
 
 
-def _summed(order: Iterable[tuple[tuple[int, int], int]]) -> str:
-    return f"[{', '.join(f'{stage}{SUM}{mb}' for (mb, stage), _ in order)}]"
+# What brings replicas together, without the number of a microbatch, and the step at which a rank comes to it.
+_Met = tuple[tuple[str, int, int], int]
+
+
+def _meetings(
+    actions: Iterable[Action],
+    rank: int,
+    members: tuple[int, ...],
+    together: Mapping[tuple[int, int, str], tuple[int, ...]],
+) -> Iterator[_Met]:
+    """Yield what brings all members together on one of them, with its step. Computations have no number: replicas run
+    other microbatches."""
+    joint = {key[1:] for key, ranks in together.items() if key[0] == rank and set(members) <= set(ranks)}
+    for step, a in enumerate(actions):
+        if a.kind == SUM:
+            yield (a.kind, a.stage, a.mb), step
+        elif (a.stage, a.kind) in joint:
+            yield (a.computation, a.stage, -1), step
+
+
+def _near(actions: Sequence[Action], order: Sequence[_Met], at: int) -> str:
+    """Format the meetings of a rank around one of them."""
+    begin, end = max(0, at - 2), at + 3
+    listed = [str(actions[step]) for _, step in order[begin:end]]
+    return f"[{', '.join(['...'] * (begin > 0) + listed + ['...'] * (len(order) > end))}]"
+
+
+def _collective(module: Module, actions: Sequence[Action], order: Sequence[_Met], at: int) -> str:
+    """Format the collective in which a rank is the first to meet others of another order; sums have none."""
+    action = actions[order[at][1]] if at < len(order) else None
+    call = first_meeting(module, action.stage, action.kind) if action is not None else None
+    return f" ({action}: {call})" if call is not None else ""

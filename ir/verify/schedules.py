@@ -10,11 +10,13 @@ between ranks in ir/verify/messages.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from penstock.ir.action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, UPDATE, adder
 from penstock.ir.cluster.cluster import TAKEN
+from penstock.ir.collective_calls import first_meeting, meeting_ranks
 from penstock.ir.graph import Module, Value, summed_vars, written_vars
-from penstock.ir.grid import Event, Rules, play, value_rules
+from penstock.ir.grid import Event, Rules, gatherings, play, value_rules
 from penstock.ir.memory.predict import Memory, measure_memory
 from penstock.ir.memory.update_parts import update_parts
 from penstock.ir.schedule import (
@@ -95,7 +97,7 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
             for kind in taking(module, dst, phase, values):
                 feeds.setdefault((kind, dst), []).append((phase, src))
         rules = value_rules(feeds, schedule)
-        yield from over_runs(module, lambda _, run: check_progress(run, rules))
+        yield from over_runs(module, lambda _, run: check_progress(module, run, rules))
 
 
 def _check_order(module: Module, run: ConcreteRun) -> Iterator[Problem]:
@@ -289,9 +291,10 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}..{b}" if a != b else str(a) for a, b in parts) or "none"
 
 
-def check_progress(run: ConcreteRun, rules: Rules) -> Iterator[Problem]:
-    """Check that every rank ends, where sends are buffered and receives wait. A problem says which rank waits for
-    which."""
+def check_progress(module: Module, run: ConcreteRun, rules: Rules) -> Iterator[Problem]:
+    """Check that every rank ends, where sends are buffered and receives wait, as do computations whose collectives
+    bring several ranks together. A problem says which rank waits for which, and in which collective."""
+    rules = replace(rules, gathers=gatherings(run.programs, meeting_ranks(module)))
     played = play(run.programs, rules, lambda a: 0.0)
     if not played.stuck:
         return
@@ -302,6 +305,8 @@ def check_progress(run: ConcreteRun, rules: Rules) -> Iterator[Problem]:
         for step, action in enumerate(actions):
             for event in (*rules.gives(rank, action), *rules.meets(rank, action)):
                 givers.setdefault(event, (rank, step))
+            if (gathering := rules.gathers.get((rank, action))) is not None:
+                givers.setdefault((gathering.event, rank), (rank, step))
     waits = networkx.DiGraph()
     for rank, event in played.stuck.items():
         if event in givers:
@@ -314,7 +319,10 @@ def check_progress(run: ConcreteRun, rules: Rules) -> Iterator[Problem]:
         parts = []
         for rank in ranks:
             other, step = givers[played.stuck[rank]]
-            parts.append(f"{run.place(rank, at[rank])} waits for {run.place(other, step)}")
+            action = run.programs[rank][at[rank]]
+            call = first_meeting(module, action.stage, action.kind) if (rank, action) in rules.gathers else None
+            where = f", {call}," if call is not None else ""
+            parts.append(f"{run.place(rank, at[rank])}{where} waits for {run.place(other, step)}")
         excerpts = "\n".join(step_window(run.programs[rank], at[rank]) for rank in ranks[1:])
         problem = run.problem(ranks[0], at[ranks[0]], "deadlock: " + ", ".join(parts))
         yield Problem(problem.where, problem.what, problem.excerpt + (f"\n{excerpts}" if excerpts else ""))

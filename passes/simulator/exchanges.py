@@ -29,7 +29,7 @@ from itertools import product
 from typing import NamedTuple
 
 from penstock.ir.cluster.cluster import Device
-from penstock.ir.graph import REPLICAS, Graph, Mesh, Module, Op
+from penstock.ir.graph import Graph, Mesh, Module, Op
 from penstock.ir.memory.workspace import kernels_in_order
 from penstock.ir.ops import EXCHANGES, axes_over, integer
 from penstock.ir.schedule import COMPUTE
@@ -154,22 +154,6 @@ def collective_seconds(module: Module, stage: int, op: Op, route: Routes) -> flo
     """Return the seconds of one collective of a stage by itself, of the team that takes longest."""
     mesh, ranks = module.mesh_of(stage), module.ranks_of(stage)
     return max(_seconds(op, mesh, team, ranks, route).whole for team in mesh.teams())
-
-
-def meeting_ranks(module: Module) -> dict[tuple[int, int, str], tuple[int, ...]]:
-    """Return the ranks that run a graph together, by rank, stage and kind, where collectives of it bring several
-    together."""
-    together: dict[tuple[int, int, str], tuple[int, ...]] = {}
-    for stage in module.stages:
-        mesh, listed = module.mesh_of(stage.index), module.ranks_of(stage.index)
-        for kind in COMPUTE:
-            graph = module.stage_graph(stage.index, kind)
-            axes = {axis for op in _collectives(graph) for axis in axes_over(op.attrs["over"])} if graph else set()
-            if any(mesh.sizes.get(axis, 1) > 1 for axis in axes):
-                for team in [tuple(range(len(mesh.devices)))] if REPLICAS in axes else mesh.teams():
-                    ranks = tuple(listed[place] for place in team)
-                    together |= {(rank, stage.index, kind): ranks for rank in ranks}
-    return together
 
 
 class Gatherings:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.collective_calls import kept_parts
+from penstock.ir.collective_calls import kept_parts, meeting_ranks
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory.predict import Course, memory_course
 from penstock.ir.memory.update_parts import share_of_update
@@ -26,7 +26,7 @@ from penstock.support.hardware import usable_cores
 from penstock.support.words import numbered
 
 from .copies import copies_of
-from .exchanges import exchange_seconds, meeting_ranks
+from .exchanges import exchange_seconds
 from .machine import Route, Seat, machine_of, with_messages
 from .result import Simulated
 from .simulate import Seconds, simulate

@@ -11,12 +11,13 @@ from tests.oracles.sharding.local_modules import local_mlp
 
 import penstock as ps
 from penstock.ir.cluster.cluster import Cluster, Device
+from penstock.ir.collective_calls import meeting_ranks
 from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
 from penstock.ir.ops import make
 from penstock.ir.schedule import Action
 from penstock.ir.types import TensorType
 from penstock.passes.costs.prices import cost
-from penstock.passes.simulator.exchanges import collective_times, exchange_seconds, meeting_ranks
+from penstock.passes.simulator.exchanges import collective_times, exchange_seconds
 from penstock.passes.simulator.forecast import forecast
 from penstock.passes.simulator.machine import Route, SimulatedMachine
 from penstock.passes.simulator.simulate import simulate
