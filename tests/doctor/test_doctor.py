@@ -21,7 +21,7 @@ from penstock.doctor import examine as doctor
 from penstock.doctor.examine import HostFacts, cluster_of, examine
 from penstock.doctor.kernels import Rates, rates_of, yardsticks
 from penstock.doctor.links import SIZES, Loopback, Wire, fit
-from penstock.ir.cluster.cluster import Cluster, Device
+from penstock.ir.cluster.cluster import MEASURED, Cluster, Device
 from penstock.ir.ops import cost_of
 from penstock.support import hardware as machine
 
@@ -401,11 +401,12 @@ def finish(running: list[subprocess.Popen[bytes]], seconds: float) -> list[str]:
     return [out.decode() for out, _ in said]
 
 
-@pytest.mark.slow
-def test_this_machine_is_measured(tmp_path: Path) -> None:
+def test_this_machine_is_measured() -> None:
     report = examine((1,))
     assert report is not None
+    assert not [problem for problem in report.problems if "measured" in problem]
     (device,) = report.cluster.devices
+    assert device.source == MEASURED
     assert 1e8 < device.flops < 1e13
     assert device.efficiency
     assert 1e7 < report.cluster.link_class("same-host")[0] < 1e12

@@ -1,12 +1,13 @@
 """A lazy import is for weight: it is marked, and it brings a library that its file would not load otherwise.
 
-What a module loads is read from syntax trees: the closure of its eager imports, and the libraries named in it.
+What is imported for type checkers alone is not there at run time, so nothing that runs may name it. What a module loads is read from syntax trees: the closure of its eager imports, and the libraries named in it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import symtable
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -76,6 +77,40 @@ def weightless(sources: Sources) -> list[str]:
     ]
 
 
+def _names_for_types(tree: ast.Module) -> set[str]:
+    """Return the names that only blocks for type checkers bring."""
+    lines = _lines_for_types(tree)
+    there: dict[bool, set[str]] = {True: set(), False: set()}
+    for node in tree.body:
+        inside = node.lineno in lines
+        for one in ast.walk(node) if inside else [node]:
+            if isinstance(one, ast.Import | ast.ImportFrom):
+                there[inside] |= {(alias.asname or alias.name).split(".")[0] for alias in one.names}
+    return there[True] - there[False]
+
+
+def absent_at_run_time(sources: Sources) -> list[str]:
+    """List the functions that read a name which is imported for type checkers alone."""
+
+    def readers(table: symtable.SymbolTable, names: set[str]) -> Iterator[tuple[str, str]]:
+        for symbol in table.get_symbols():
+            if symbol.get_name() in names and symbol.is_referenced() and symbol.is_global():
+                yield table.get_name(), symbol.get_name()
+        for child in table.get_children():
+            yield from readers(child, names)
+
+    offenders = []
+    for module, source in sources.items():
+        if names := _names_for_types(source.tree):
+            for child in symtable.symtable(source.text, module, "exec").get_children():
+                offenders += [f"{module}: {function} reads {name}" for function, name in readers(child, names)]
+    return offenders
+
+
+def test_nothing_reads_what_type_checkers_alone_import() -> None:
+    assert not absent_at_run_time(product())
+
+
 def test_lazy_imports_are_marked() -> None:
     assert not unmarked(product())
 
@@ -95,8 +130,16 @@ HEAVY = "import torch\ndef f(): pass"
         ("def g():\n    from penstock.ir.heavy import f", ["unmarked"]),
         ("def g():\n    from penstock.ir.light import f  # lazy: heavy", ["weightless"]),
         ("if TYPE_CHECKING:\n    import torch\ndef g():\n    from penstock.ir.heavy import f  # lazy: heavy", []),
+        ("if TYPE_CHECKING:\n    import torch\ndef g(x: torch.Tensor):\n    return x", []),
+        (
+            "if TYPE_CHECKING:\n    import torch\ndef g(x: torch.Tensor):\n    return torch.relu(x)",
+            ["absent_at_run_time"],
+        ),
+        ("if TYPE_CHECKING:\n    import torch\ndef g():\n    import torch  # lazy: heavy\n    return torch.relu", []),
     ],
 )
 def test_offenders_are_noticed(text: str, seen: list[str]) -> None:
-    sources = made_up(ir__user=text, ir__heavy=HEAVY, ir__light="def f(): pass")
-    assert [rule.__name__ for rule in (unmarked, weightless) if rule(sources)] == seen
+    sources = made_up(
+        ir__user=f"from __future__ import annotations\n{text}", ir__heavy=HEAVY, ir__light="def f(): pass"
+    )
+    assert [rule.__name__ for rule in (unmarked, weightless, absent_at_run_time) if rule(sources)] == seen

@@ -373,5 +373,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--part", type=float, default=1.0)
     arguments = parser.parse_args(argv)
+    import torch  # lazy: heavy
+
     torch.set_num_threads(arguments.threads)
     print(msgspec.json.encode(measure(arguments.folder, arguments.threads, arguments.part)).decode())
