@@ -3,18 +3,23 @@ lie.
 
 In: a Correlation of one tap that reads every position once. Out: loops
 
-    for image, group, part of the outputs, panel of positions, tile of outputs:
+    for image, group, panel of positions, tile of outputs:
       accumulators [outputs, vectors of positions] = sum over channels of one weight * neighbouring positions
       `Body.finish` on vectors of neighbouring positions
 
 Nothing is copied or turned: a channel of a small image is a few vectors of memory. Positions behind the last whole
 vector have outputs in lanes: the weights of a tile lie side by side, so that one more vector holds the sums of a
 position for all outputs of the tile. A 7x7 image is three vectors and one such position, 25 multiply-adds for 8
-outputs. Threads share the parts, and meet once for an image. Limit: up to four such positions a panel.
+outputs.
+
+Threads share the tiles, each the same of all panels, and meet once for an image. Each reads all channels, of which
+others have computed some: a panel is taken from their caches once, while the sums of the panel before are computed.
+Limit: up to four single positions a panel.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 
@@ -39,17 +44,16 @@ _MOST_POSITIONS = 256
 _MOST_LEFT = 4
 # Rows of a tile: more make the loop long and save nothing.
 _MOST_ROWS = 14
-# Elements of a panel of positions that stays in the first cache while all outputs pass by.
-_NEAR = 6144
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """Positions from `start` on: whole vectors, then `left` single ones."""
+    """Positions from `start` on: whole vectors, then `left` single ones. The last panel has no other behind it."""
 
     start: int
     vectors: int
     left: int
+    is_last: bool
 
 
 def suits(body: Body, c: Correlation) -> bool:
@@ -71,7 +75,7 @@ def _panels(positions: int, lanes: int) -> list[_Panel]:
     panels, start = [], 0
     for i in range(count):
         vectors, over = ((i + 1) * n // count - i * n // count for n in (whole, left))
-        panels.append(_Panel(start, vectors, over))
+        panels.append(_Panel(start, vectors, over, i + 1 == count))
         start += vectors * lanes + over
     return panels
 
@@ -107,27 +111,23 @@ class _SmallImages:
         with emit.loop(images, kind if images > 1 else SERIAL, "i") as i, self.body.point():
             image, group = (emit.bind(x, "i") for x in unravel(i, (c.images, c.groups)))
             inner = kind if images == 1 else SERIAL
-            near = max(p.vectors for p in self.panels) * self.lanes * c.channels <= _NEAR
-            self._tiles(weights, image, group, [[p] for p in self.panels] if near else [self.panels], inner)
+            self._tiles(weights, image, group, inner)
 
-    def _tiles(self, weights: Buffer, image: Expr, group: Expr, panels: list[list[_Panel]], kind: object) -> None:
-        """Emit all outputs of an image. Threads share parts of the filters, and meet once; in a part, positions of one
-        list of panels after the other are taken for all filters."""
+    def _tiles(self, weights: Buffer, image: Expr, group: Expr, kind: object) -> None:
+        """Emit all outputs of an image, panel after panel. Threads share parts of the filters, the same for each panel,
+        and meet once."""
         emit = self.emit
         whole, tail = divmod(self.c.filters, self.rows)
         parts = 1 << (max(min(whole, _TASKS), 1).bit_length() - 1)
-        with emit.loop(parts, kind, "part") as part, self.body.point():
-            begin, end = (emit.bind(tirx.floordiv((part + i) * whole, parts), "tile") for i in (0, 1))
-            for near in panels:
-                with emit.loop(end - begin, SERIAL, "o") as tile, self.body.point():
-                    first = (begin + tile) * self.rows if whole > 1 else literal(0, "i32")
-                    for panel in near:
-                        with self.body.point():
-                            self._sums(weights, image, group, first, self.rows, panel)
-            if tail:
-                with emit.when(part == parts - 1):
-                    for panel in self.panels:
-                        with self.body.point():
+        with emit.together() if parts > 1 and kind != SERIAL else nullcontext():
+            for panel in self.panels:
+                with emit.loop(parts, kind, "part") as part, self.body.point():
+                    begin, end = (emit.bind(tirx.floordiv((part + i) * whole, parts), "tile") for i in (0, 1))
+                    with emit.loop(end - begin, SERIAL, "o") as tile, self.body.point():
+                        first = (begin + tile) * self.rows if whole > 1 else literal(0, "i32")
+                        self._sums(weights, image, group, first, self.rows, panel)
+                    if tail:
+                        with emit.when(part == parts - 1), self.body.point():
                             self._sums(weights, image, group, literal(whole * self.rows, "i32"), tail, panel)
 
     def _fill(self, packed: Buffer) -> None:
@@ -153,12 +153,19 @@ class _SmallImages:
         first = emit.bind(group * c.filters + o, "first")
         factors = emit.bind(first * c.channels, "factors")
         base = emit.bind((image * c.groups + group) * (c.channels * self.positions) + panel.start, "base")
+        count = panel.vectors * lanes + panel.left
+        # Each tile asks for another vector of the next panel.
+        ahead = count + tirx.floormod(tirx.floordiv(o, self.rows), ceil_div(count, lanes)) * lanes
+        ahead = emit.bind(base + ahead, "ahead")
         results = image * (c.groups * c.filters) + first
         for i in range(rows):
             start = (results + i) * self.positions + panel.start
-            ask_for_results(self.body, c.out, start, panel.vectors * lanes + panel.left)
+            ask_for_results(self.body, c.out, start, count)
         with emit.loop(c.channels, SERIAL, "c") as channel, self.body.point():
             at = emit.bind(factors + channel * rows, "at")
+            if not panel.is_last:
+                # Channels lie far apart, so the processor does not see that the next panel follows.
+                emit.prefetch(c.plain, ahead + channel * self.positions, False, near=False)
             line = tile.line(c.plain, base + channel * self.positions)
             for i in range(rows):
                 tile.add(i, tirx.BufferLoad(weights, [at + i]), line)

@@ -177,6 +177,15 @@ class Emitter:
         yield
         self.add(tirx.IfThenElse(condition, self._close(), None))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let threads begin here: parallel loops inside, which may lie in serial ones, share one launch. Each thread
+        takes the same part of each, and waits for no other in between."""
+        self._blocks.append([])
+        yield
+        zero = tirx.IntImm("int32", 0)
+        self.add(tirx.AttrStmt(zero, "pragma_parallel_launch_point", zero, self._close()))
+
     def spans(self, extent: int, lanes: int, kind: Any = SERIAL, name: str = "v") -> Iterator[tuple[Expr, Expr]]:
         """Cover 0 .. extent-1 in vectors: yields (index, lane), first inside vector loops of `lanes`, then inside the
         loop of the rest.

@@ -3,6 +3,8 @@ single positions behind whole vectors, tiles that are left over, groups, epilogu
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +13,13 @@ import pytest
 import torch
 
 from penstock.backends.numpy_backend import NumpyProgram
+from penstock.backends.tvm.compile.build import build_graphs
 from penstock.backends.tvm.kernels.conv import conv, small_images
 from penstock.backends.tvm.lower.lower import plan_kernels
+from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
-from penstock.ir.graph import Graph, Value
+from penstock.ir.graph import Graph, Module, Value, Var
+from penstock.ir.text import print_module
 
 from ...cases import ON_TARGETS, build, compare, difference, make_args, to_torch, value
 from ...test_packed import Writer
@@ -70,6 +75,7 @@ SIZES = {
     "one output": ("f32[1,6,7,7]", 1),
     "double": ("f64[1,11,7,7]", 20),
     "one dimension": ("f32[1,8,64]", 21),
+    "shared by threads": ("f32[1,40,14,14]", 70),
 }
 GRAPHS: dict[str, Graph] = {
     **{name: graph_of(f"s0.s{i}", *given) for i, (name, given) in enumerate(SIZES.items())},
@@ -104,6 +110,34 @@ def test_small_images_are_the_interpreters(target: str, step: int, tmp_path: Pat
     program = build(list(chosen.values()), tmp_path, target)
     for name, graph in chosen.items():
         assert not compare(program, graph, make_args(graph, np.random.default_rng(3))), name
+
+
+# The number of threads belongs to a process. Each thread goes over all panels of an image with tiles of its own.
+ON_TWO_THREADS = """
+import sys, numpy as np, torch
+from pathlib import Path
+from penstock.backends.tvm.run.load import TvmProgram
+from penstock.ir.text import parse_module
+library, text, arrays, out = map(Path, sys.argv[1:])
+(graph,) = parse_module(text.read_text()).graphs.values()
+args = [torch.tensor(array) for array in np.load(arrays).values()]
+(result,) = TvmProgram(library, [graph], threads=2).call(graph.name, args)
+np.save(out, result.numpy())
+"""
+
+
+def test_two_threads_compute_what_one_does(tmp_path: Path) -> None:
+    graph = GRAPHS["shared by threads"]
+    args = make_args(graph, np.random.default_rng(3))
+    library = build_graphs([graph], tmp_path / "stage.so").path
+    text, arrays, out = (tmp_path / name for name in ("module.ir", "arrays.npz", "out.npy"))
+    variables = {op.var: Var(op.var, op.outs[0].type, "param") for op in graph.ops if op.kind == "read"}
+    text.write_text(print_module(Module("m", vars=variables, graphs={graph.name: graph})))
+    np.savez(arrays, *args)
+    command = [sys.executable, "-c", ON_TWO_THREADS, *map(str, (library, text, arrays, out))]
+    subprocess.run(command, check=True, timeout=120)
+    (expected,) = TvmProgram(library, [graph]).call(graph.name, [to_torch(a) for a in args])
+    assert np.array_equal(np.load(out), expected.numpy())
 
 
 def test_the_cases_are_small_images_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
