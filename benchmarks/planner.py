@@ -7,22 +7,27 @@ With --unequal the devices of a fleet are all different, each on a host of its o
 work (the seed is the number of devices). The last rows are all that `penstock plan` asks the planner; --plans-only
 leaves them out. --results adds the rows of a run to a file of several, such as benchmarks/results/planner.json.
 
-Every schedule is planned. Prints one line per cluster and schedule: seconds of this process's processor time, and the
-plan. The models and devices are stated in `gpt_chain`, `A100` and `unequal_fleet`; nothing is measured but the planner itself.
+Every schedule is planned, in a process of its own. Prints one line per cluster and schedule: seconds of that process's
+processor time, how much its peak memory grew, and the plan. The run fails where that is more than --promised. The
+models and devices are stated in `gpt_chain`, `A100` and `unequal_fleet`; nothing is measured but the planner itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 from machine import markdown, write_json
+from processes import peak_bytes, resident_bytes
 from shapes import gpt_chain
 
 from penstock.ir.cluster.cluster import OTHER_HOST, Cluster, Device, LinkClass
@@ -42,6 +47,7 @@ HEADS = (
     "devices",
     "schedule",
     "planned in",
+    "memory",
     "batch takes",
     "of the bound",
     "stages",
@@ -81,34 +87,61 @@ def unequal_fleet(count: int, layers: int) -> tuple[Chain, Fleet]:
     return chain, fleet_of(Cluster(devices, classes=(LinkClass(OTHER_HOST, 1e9, 1e-4),)))
 
 
+def apart(work: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """Do work in a new process, and add to what it returns how much the memory of that process grew at its peak."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(grown, work, given).result()
+
+
+def grown(work: Callable[..., dict[str, Any]], given: tuple[Any, ...]) -> dict[str, Any]:
+    """Do work, and add to what it returns how much the memory of this process grew at its peak."""
+    before = resident_bytes(os.getpid())
+    return {**work(*given), "peak": peak_bytes(os.getpid()) - before}
+
+
+def mib(row: Mapping[str, Any]) -> str:
+    """Write how much memory grew; rows of before have no such number."""
+    return f"{row['peak'] / 2**20:.0f} MiB" if "peak" in row else ""
+
+
 def plan_unequal(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Plan fleets of unequal devices, and print a line for each schedule."""
     rows: list[dict[str, Any]] = []
-    print(markdown(("devices", "schedule", "planned in", "batch takes", "at most above the best", "stages"), []))
+    print(
+        markdown(("devices", "schedule", "planned in", "memory", "batch takes", "at most above the best", "stages"), [])
+    )
     for count in arguments.unequal:
-        chain, fleet = unequal_fleet(count, arguments.layers)
-        planner = Planner(chain, fleet, PlanRequest(64, replicas=arguments.replicas))
         for schedule in arguments.schedules:
-            start = time.process_time()
-            outcome = planner.best(schedule)
-            assert outcome is not None
-            seconds, above = time.process_time() - start, outcome.step / outcome.bound - 1
-            stages = len(outcome.plan.stages)
-            rows.append({"devices": count, "layers": arguments.layers, "schedule": schedule, "seconds": seconds})
-            rows[-1] |= {"step": outcome.step, "above": above, "stages": stages, "replicas": arguments.replicas}
-            shown = f"{count} | {schedule} | {seconds:.1f} s | {outcome.step:.3f} s | {above:.2%} | {stages}"
-            print(f"| {shown} |", flush=True)
+            row = apart(search_unequal, count, arguments.layers, arguments.replicas, schedule)
+            rows.append(row)
+            shown = f"{row['step']:.3f} s | {row['above']:.2%} | {row['stages']}"
+            print(f"| {count} | {schedule} | {row['seconds']:.1f} s | {mib(row)} | {shown} |", flush=True)
         total = sum(row["seconds"] for row in rows if row["devices"] == count)
-        print(f"| {count} | all | {total:.1f} s | | | |", flush=True)
-        for part, seconds in ({} if arguments.plans_only else explained(chain, fleet, arguments)).items():
-            rows.append({"devices": count, "layers": arguments.layers, "part": part, "seconds": seconds})
-            print(f"| {count} | {part} | {seconds:.1f} s | | | |", flush=True)
+        print(f"| {count} | all | {total:.1f} s | | | | |", flush=True)
+        if not arguments.plans_only:
+            whole = apart(explained, count, arguments.layers, arguments.replicas, tuple(arguments.schedules))
+            for part, seconds in whole["parts"].items():
+                rows.append({"devices": count, "layers": arguments.layers, "part": part, "seconds": seconds})
+                rows[-1] |= {"peak": whole["peak"]} if part == "whole" else {}
+                print(f"| {count} | {part} | {seconds:.1f} s | {mib(rows[-1])} | | | |", flush=True)
     return rows
 
 
-def explained(chain: Chain, fleet: Fleet, arguments: argparse.Namespace) -> dict[str, float]:
+def search_unequal(count: int, layers: int, replicas: int, schedule: str) -> dict[str, Any]:
+    """Plan one schedule for a fleet of unequal devices."""
+    chain, fleet = unequal_fleet(count, layers)
+    start = time.process_time()
+    outcome = Planner(chain, fleet, PlanRequest(64, replicas=replicas)).best(schedule)
+    assert outcome is not None
+    row = {"devices": count, "layers": layers, "schedule": schedule, "seconds": time.process_time() - start}
+    above, stages = outcome.step / outcome.bound - 1, len(outcome.plan.stages)
+    return {**row, "step": outcome.step, "above": above, "stages": stages, "replicas": replicas}
+
+
+def explained(count: int, layers: int, replicas: int, schedules: tuple[str, ...]) -> dict[str, Any]:
     """Plan as the command does, but for simulation, and return the seconds of each part."""
-    wanted = PlanRequest(64, tuple(arguments.schedules), replicas=arguments.replicas)
+    chain, fleet = unequal_fleet(count, layers)
+    wanted = PlanRequest(64, schedules, replicas=replicas)
     times = [time.process_time()]
     result = plan_chain(chain, fleet, wanted)
     times.append(time.process_time())
@@ -118,10 +151,10 @@ def explained(chain: Chain, fleet: Fleet, arguments: argparse.Namespace) -> dict
     counterfactuals(result)
     times.append(time.process_time())
     parts = dict(zip(("plan and devices left out", "sparing", "what if"), np.diff(times).tolist(), strict=True))
-    return {**parts, "whole": times[-1] - times[0]}
+    return {"parts": {**parts, "whole": times[-1] - times[0]}}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[8, 128], help="hosts of eight devices")
     parser.add_argument(
@@ -133,47 +166,57 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--schedules", nargs="+", default=list(TRAINING))
     parser.add_argument("--plans-only", action="store_true", help="without what explains a plan")
+    parser.add_argument("--promised", type=float, default=1024, metavar="MIB", help="fail where memory grows by more")
     parser.add_argument("--json", metavar="FILE", help="write all rows")
     parser.add_argument("--results", metavar="FILE", help="add all rows to those of other runs")
     arguments = parser.parse_args()
     if arguments.unequal:
-        keep(arguments, "unequal", plan_unequal(arguments))
-        return
-    chain = gpt_chain(arguments.layers, arguments.width, positions=2048, vocabulary=50257)
+        return keep(arguments, "unequal", plan_unequal(arguments))
     rows: list[dict[str, Any]] = []
     print(markdown(HEADS, []), flush=True)
     for hosts, batch in zip(arguments.hosts, arguments.batch, strict=True):
-        fleet = fleet_of(equal_hosts(hosts, 8, A100, (2.5e11, 5e-6), (2.5e10, 1e-5)))
-        planner = Planner(chain, fleet, PlanRequest(batch))
         for schedule in arguments.schedules:
-            start = time.process_time()
-            outcome = planner.best(schedule)
-            rows.append({"devices": len(fleet), "schedule": schedule, "seconds": time.process_time() - start})
-            if outcome is not None:
-                plan = outcome.plan
-                rows[-1] |= {
-                    "step": outcome.step,
-                    "of_bound": outcome.bound / outcome.step,
-                    "stages": len(plan.stages),
-                    "replicas": sorted({len(stage.devices) for stage in plan.stages}),
-                    "microbatches": [plan.count, plan.size],
-                    "recompute": sum(stage.recompute for stage in plan.stages),
-                }
-            elif (more := next((part for part in MORE if planner.but(memory=part).fits(schedule)), None)) is not None:
-                rows[-1]["memory"] = more
+            rows.append(apart(search_equal, hosts, batch, arguments.layers, arguments.width, schedule))
             print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
-        total = sum(row["seconds"] for row in rows if row["devices"] == len(fleet))
-        print(f"| {len(fleet)} | all | {total:.1f} s | | | | | | |", flush=True)
-    keep(arguments, "equal", rows)
+        total = sum(row["seconds"] for row in rows if row["devices"] == 8 * hosts)
+        print(f"| {8 * hosts} | all | {total:.1f} s | | | | | | | |", flush=True)
+    return keep(arguments, "equal", rows)
 
 
-def keep(arguments: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) -> None:
-    """Write the rows of a run, and add them to those of other runs."""
+def search_equal(hosts: int, batch: int, layers: int, width: int, schedule: str) -> dict[str, Any]:
+    """Plan one schedule of a GPT for hosts of eight equal devices."""
+    chain = gpt_chain(layers, width, positions=2048, vocabulary=50257)
+    fleet = fleet_of(equal_hosts(hosts, 8, A100, (2.5e11, 5e-6), (2.5e10, 1e-5)))
+    start = time.process_time()
+    planner = Planner(chain, fleet, PlanRequest(batch))
+    outcome = planner.best(schedule)
+    row: dict[str, Any] = {"devices": len(fleet), "schedule": schedule, "seconds": time.process_time() - start}
+    if outcome is not None:
+        plan = outcome.plan
+        row |= {
+            "step": outcome.step,
+            "of_bound": outcome.bound / outcome.step,
+            "stages": len(plan.stages),
+            "replicas": sorted({len(stage.devices) for stage in plan.stages}),
+            "microbatches": [plan.count, plan.size],
+            "recompute": sum(stage.recompute for stage in plan.stages),
+        }
+    elif (more := next((part for part in MORE if planner.but(memory=part).fits(schedule)), None)) is not None:
+        row["memory"] = more
+    return row
+
+
+def keep(arguments: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) -> int:
+    """Write the rows of a run, add them to those of other runs, and return the exit status."""
     write_json(arguments.json, {"rows": rows})
     if arguments.results:
         path = Path(arguments.results)
         document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         write_json(arguments.results, document | {kind: [*document.get(kind, ()), *rows]})
+    above = [row for row in rows if row.get("peak", 0) > arguments.promised * 2**20]
+    for row in above:
+        print(f"{row['devices']} devices, {row.get('schedule', row.get('part'))}: {mib(row)} are more than promised")
+    return 1 if above else 0
 
 
 def table_of_unequal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -182,8 +225,18 @@ def table_of_unequal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...]
     for row in rows:
         first = (str(row["devices"]), str(row["layers"]), row.get("schedule", row.get("part", "")))
         plan = (f"{row['step']:.3f} s", f"{row['above']:.2%}", str(row["stages"])) if "step" in row else ("", "", "")
-        lines.append((*first, f"{row['seconds']:.1f} s", *plan))
-    return ("devices", "layers", "schedule or part", "took", "batch takes", "at most above the best", "stages"), lines
+        lines.append((*first, f"{row['seconds']:.1f} s", mib(row), *plan))
+    heads = (
+        "devices",
+        "layers",
+        "schedule or part",
+        "took",
+        "memory",
+        "batch takes",
+        "at most above the best",
+        "stages",
+    )
+    return heads, lines
 
 
 def table_of_equal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -193,7 +246,7 @@ def table_of_equal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Write a line of the table."""
-    first = [str(row["devices"]), row["schedule"], f"{row['seconds']:.1f} s"]
+    first = [str(row["devices"]), row["schedule"], f"{row['seconds']:.1f} s", mib(row)]
     if "step" not in row:
         more = f", but with {row['memory']} times the memory" if "memory" in row else ""
         return [*first, f"no plan was found{more}", *[""] * 5]
@@ -211,4 +264,4 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -298,13 +298,15 @@ class Planner:
             for place in self.places()
         ]
         drains = 0 if SCHEDULES[schedule].delay else 1
+        # What no plan at all is below, by samples of a microbatch: a sum over all devices.
+        leasts = {b: self.floor(schedule, b).step for b in self.wanted.microbatch_sizes()}
         # What is likely to be fast goes first. Of equals those of small microbatches are closest to their bounds.
         order = {b: drains * self._whole(b) for b in self.wanted.microbatch_sizes()}
         for floor, b, place in sorted(
             cases, key=lambda case: (max(case[0].step, case[0].pace + order[case[1]]), case[1])
         ):
             step = best.step if best is not None else below
-            least = floor.step if place.complete else self.floor(schedule, b).step
+            least = floor.step if place.complete else leasts[b]
             if self.stopped or floor.step >= step:
                 bound = min(bound, least)
                 continue

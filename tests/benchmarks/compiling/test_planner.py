@@ -10,18 +10,28 @@ from pathlib import Path
 import pytest
 from oracles.repository import BENCHMARKS
 
+LITTLE = ("--hosts", "1", "--batch", "16", "--layers", "6", "--width", "512")
 
-def run(script: str, *words: str) -> str:
+
+def run(script: str, *words: str, status: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), *words], capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout
 
 
 def test_every_schedule_is_planned() -> None:
-    lines = run("planner.py", "--hosts", "1", "--batch", "16", "--layers", "6", "--width", "512").splitlines()
+    lines = run("planner.py", *LITTLE).splitlines()
     assert [line.split("|")[2].strip() for line in lines[2:]] == ["1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b", "all"]
+
+
+def test_memory_above_what_is_promised_fails(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    lines = run("planner.py", *LITTLE, "--promised", "0", "--schedules", "2bw", "--json", str(report), status=1)
+    (row,) = json.loads(report.read_text())["rows"]
+    assert 0 < row["peak"] < 2**30
+    assert lines.endswith("are more than promised\n")
 
 
 def test_paper_shapes_compare_what_can_be_compared(tmp_path: Path) -> None:
