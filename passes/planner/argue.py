@@ -40,6 +40,7 @@ from .fleet import Fleet, fleet_of
 from .mixed import of_another_kind, price_elsewhere
 from .plan import Bytes, PipelinePlan, PlanRequest
 from .planner import Outcome, Planner, Progress
+from .sparing import near
 
 # Where a limit ended the search, or it had only some choices of devices, there may be a plan that it did not see.
 _NOTHING_FITS = {
@@ -55,12 +56,14 @@ _ENOUGH = 1.001
 @dataclass(frozen=True, slots=True)
 class PlanChange:
     """A counterfactual: the step of the plan with one thing changed, or None where no plan was found then; `sure` says
-    whether there is none. `devices` are those of the plan of which one was taken away, if that is the change."""
+    whether there is none. `devices` are those of the plan of which one was taken away, if that is the change. Where
+    only some plans were tried, `bound` is what none takes less than, else 0."""
 
     name: str
     step: float | None
     sure: bool = True
     devices: tuple[str, ...] = ()
+    bound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,11 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     fleet, best = result.fleet, result.best
     wanted, schedule = result.wanted, best.plan.schedule
     planner = result.planner
+    # These share matrices with the search for the plan, the others do not.
+    lost = [replace(_without_one(result, i), name=f"without {name}", devices=of) for of, name, i in _without(result)]
+    planner.forget()
+    again = planner if planner.is_quick else planner.hurried(best.plan)
+    request = again.wanted
     changes = [
         PlanChange(f"schedule {name}", outcome.step) for name, outcome in result.outcomes.items() if name != schedule
     ]
@@ -177,26 +185,24 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     ]
     for mode in ("none", "all") if SCHEDULES[schedule].trains else ():
         if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
-            other = planner.but(replace(wanted, recompute=mode))
+            other = again.but(replace(request, recompute=mode))
             stages = tuple(replace(stage, recompute=mode == "all", in_parts=False) for stage in best.plan.stages)
             known = replace(best.plan, stages=stages)
             changes.append(_change(f"recomputation: {mode}", other, schedule, known))
     limited = any(device.memory is not None for device in fleet.devices)
     if limited and not wanted.zero and len(fleet) > 1 and SCHEDULES[schedule].trains:
         shared = replace(best.plan, zero=1 if any(len(stage.devices) > 1 for stage in best.plan.stages) else 0)
-        changes.append(_change("level 1 of zero (--zero 1)", planner.but(replace(wanted, zero=1)), schedule, shared))
-    for devices, name, lost in _without(result):
-        change = _change("", planner.without([lost]), schedule) if len(fleet) > 1 else PlanChange("", None)
-        changes.append(replace(change, name=f"without {name}", devices=devices))
+        changes.append(_change("level 1 of zero (--zero 1)", again.but(replace(request, zero=1)), schedule, shared))
+    changes += lost
     for name, part in _faster(fleet):
-        changes.append(_change(name, planner.on(part), schedule, best.plan))
+        changes.append(_change(name, again.on(part), schedule, best.plan))
     if limited:
         free = fleet.but([replace(device, spaces=()) for device in fleet.devices])
-        changes.append(_change("memory without limit", planner.on(free), schedule, best.plan))
+        changes.append(_change("memory without limit", again.on(free), schedule, best.plan))
     for name, costs in (others or {}).items():
         # In another precision a model may become other layers, on which the plan says nothing.
         alike = [layer.name for layer in costs.layers] == [layer.name for layer in result.chain.layers]
-        changes.append(_change(name, Planner(costs, fleet, wanted), schedule, best.plan if alike else None))
+        changes.append(_change(name, again.of(costs), schedule, best.plan if alike else None))
     return changes
 
 
@@ -209,9 +215,22 @@ def _change(name: str, planner: Planner, schedule: str, known: PipelinePlan | No
         judged = judge(planner.table(known.size), planner.fleet, known, planner.wanted.base)
         below = inf if judged.against else judged.step
     outcome = planner.best(schedule, below=below)
-    if outcome is None and below < inf:
-        return PlanChange(name, below)
-    return PlanChange(name, None, planner.sees_all) if outcome is None else PlanChange(name, outcome.step)
+    step = outcome.step if outcome is not None else below
+    if step == inf:
+        return PlanChange(name, None, planner.sees_all)
+    return PlanChange(name, step, bound=min(planner.least(schedule), step) if planner.in_haste else 0.0)
+
+
+def _without_one(result: Result, lost: int) -> PlanChange:
+    """Return the change that one device less is. Where planning takes long, its step is that of the best plan that
+    was found near this one."""
+    planner, plan = result.planner, result.best.plan
+    if len(result.fleet) == 1:
+        return PlanChange("", None)
+    others = planner.without([lost])
+    if not planner.is_quick and (outcome := near(planner, plan, {lost})) is not None:
+        return PlanChange("", outcome.step, bound=min(others.least(plan.schedule), outcome.step))
+    return _change("", others, plan.schedule)
 
 
 def _without(result: Result) -> Iterator[tuple[tuple[str, ...], str, int]]:

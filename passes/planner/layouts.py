@@ -279,6 +279,20 @@ def in_a_row(
     )
 
 
+def one_after_another(kinds: Sequence[int], groups: Sequence[tuple[int, ...]], name: str) -> DeviceLayout:
+    """Return the layout in which stages take these groups of devices, the first group in front. The first of them may
+    stay without a stage."""
+    last, placed = [tuple[int, ...]()], [frozenset[int]()]
+    edges, ahead = list[LayoutEdge](), 0
+    for n, devices in enumerate(reversed(groups)):
+        ahead = forwards_ahead(len(devices), len(last[n]), ahead) if n else 0
+        edges.append(LayoutEdge(n, n + 1, devices, len(placed[n]), ahead, last[n]))
+        last.append(devices)
+        placed.append(placed[n] | {*devices})
+    of_kind = Counter(kinds[i] for i in sorted(placed[-1]))
+    return DeviceLayout(name, tuple(last), tuple(placed), tuple(edges), tuple(of_kind.items()))
+
+
 def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:
     """Yield orders in which stages may take devices, by name, without repetitions. `speed` is the relative speed of
     each device."""

@@ -26,7 +26,7 @@ from penstock.support.errors import UsageError
 
 from .chain import Chain, Table
 from .fleet import Fleet
-from .layouts import DeviceLayout, DeviceSets, device_sets, in_a_row, rows
+from .layouts import DeviceLayout, DeviceSets, device_sets, in_a_row, one_after_another, rows
 from .plan import Judged, PipelinePlan, PlanRequest
 from .search import Floor, Found, LayoutSearch, StageSearch, reaches
 from .set_search import Bools, SetSearch
@@ -38,6 +38,10 @@ _SIZES = 16
 _COARSE = 0.03
 # The most elements of matrices of searches that are kept, eight bytes each.
 _KEPT = 40_000_000
+# The tolerance of searches in haste, and the most states of each of their steps where not every choice is searched.
+_HURRIED, _HURRIED_STATES = 0.01, 300
+# The most elements of a matrix over groups and ranges of layers with which each change is searched in full.
+_QUICK = 1_000_000
 
 
 Devices = Callable[[frozenset[int]], bool]
@@ -85,6 +89,8 @@ class Planner:
         # An interrupt ends the search of the planner that is asked for the plan, and keeps what it saw. Planners that
         # are made of it compare: they leave interrupts to their callers.
         self.keeps_seen, self.stopped = True, False
+        # Of a planner for good plans in a short time (`hurried`), the microbatches that plans may have.
+        self.in_haste: tuple[int, ...] = ()
         # Whether a limit ended any search early.
         self._dropped = False
         # Devices that no plan may use. Of a part of a fleet without them, the numbers of its devices in the whole.
@@ -96,14 +102,24 @@ class Planner:
     @property
     def sees_all(self) -> bool:
         """Return whether there is no plan where no search until now found one."""
-        return not self._dropped and self.places()[0].complete and (self._parts is None or self._parts.sees_all)
+        every = not self._dropped and not self.in_haste and self.places()[0].complete
+        return every and (self._parts is None or self._parts.sees_all)
+
+    @property
+    def is_quick(self) -> bool:
+        """Return whether every choice of devices is searched, and that takes so little that it may be done again for
+        each change."""
+        sets = self.places()[0]
+        return (
+            isinstance(sets, DeviceSets) and sets.complete and len(sets.groups) * len(self.chain.layers) ** 2 < _QUICK
+        )
 
     def but(self, wanted: PlanRequest | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
         """Return a planner for another request, or for devices with so many times their memory. Tables and layouts that
         still hold are shared."""
         fleet = self.fleet if memory == 1 else self.fleet.with_memory(memory)
         other = Planner(self.chain, fleet, wanted or self.wanted, progress or self.progress)
-        other._tables, other.keeps_seen = self._tables, False
+        other._tables, other.keeps_seen, other.in_haste = self._tables, False, self.in_haste
         other.left_out, other._numbers = self.left_out, self._numbers
         places = self.places()
         if isinstance(places[0], DeviceSets) and other.wanted.replicas == self.wanted.replicas:
@@ -115,12 +131,20 @@ class Planner:
                 other._kept = self._kept
         return other
 
+    def hurried(self, plan: PipelinePlan) -> Planner:
+        """Return a planner for good plans beside one that is there, where a search takes long: with the same
+        microbatches, few states, and no search for what is better by less than some percent."""
+        sizes, tolerance = self.wanted.microbatch_sizes(), max(self.wanted.tolerance, _HURRIED)
+        other = self.but(replace(self.wanted, sizes=(plan.size,), tolerance=tolerance))
+        other.in_haste = sizes
+        return other
+
     def without(self, devices: Collection[int]) -> Planner:
         """Return a planner for the same fleet, whose plans leave some devices out, but not all. Where every choice of
-        devices is searched, it shares searches, too."""
+        devices is searched, or in haste, it shares searches, too."""
         gone = self.left_out | set(devices)
         sets = self.places()[0]
-        if isinstance(sets, DeviceSets) and sets.complete:
+        if isinstance(sets, DeviceSets) and (self.in_haste or sets.complete):
             other = self.but()
             other.left_out, other._places = gone, [sets.without(gone)]
             return other
@@ -132,7 +156,13 @@ class Planner:
     def on(self, fleet: Fleet) -> Planner:
         """Return a planner for a fleet with other devices or paths. Tables are shared: times are those of devices."""
         other = Planner(self.chain, fleet, self.wanted)
-        other._tables, other.keeps_seen = self._tables, False
+        other._tables, other.keeps_seen, other.in_haste = self._tables, False, self.in_haste
+        return other
+
+    def of(self, chain: Chain) -> Planner:
+        """Return a planner for the same request and fleet, of a chain with other costs."""
+        other = Planner(chain, self.fleet, self.wanted)
+        other.keeps_seen, other.in_haste = False, self.in_haste
         return other
 
     def alike(self) -> list[list[int]]:
@@ -263,16 +293,32 @@ class Planner:
 
     def in_order(self, schedule: str, b: int, order: Sequence[int]) -> PipelinePlan | None:
         """Return the best plan whose stages take these devices in this order, one each."""
-        # Layouts are made from the last stage on.
-        layout = in_a_row(self.kinds, order[::-1], (1,), "in order", len(self.chain.layers))
-        floor, best, step = self.floor(schedule, b, layout), None, np.inf
-        for search in self._searches(schedule, b, layout, frozenset(order).__eq__):
-            result = search.best(step, floor, self.wanted.tolerance)
-            if result.plan is not None and result.step < step:
-                best, step = result.plan, result.step
-        if best is None and (parts := self._in_parts(schedule)) is not None:
-            return parts.in_order(schedule, b, order)
+        outcome = self.in_groups(schedule, b, [(device,) for device in order], frozenset(order).__eq__)
+        return None if outcome is None else outcome.plan
+
+    def in_groups(
+        self,
+        schedule: str,
+        b: int,
+        groups: Sequence[tuple[int, ...]],
+        using: Devices | None = None,
+        below: float = np.inf,
+    ) -> Outcome | None:
+        """Return the best plan whose stages take these groups of devices in this order, on a set of devices that
+        `using` allows, if it takes less than `below`. The first groups may stay without a stage."""
+        layout = one_after_another(self.kinds, groups, "in order")
+        floor, best = self.floor(schedule, b, layout), None
+        for search in self._searches(schedule, b, layout, using):
+            result = search.best(below, floor, self.wanted.tolerance)
+            if result.plan is not None and result.judged is not None and result.step < below:
+                best, below = Outcome(result.plan, result.judged, 0.0, layout), result.step
+        if best is None and not np.isfinite(below) and (parts := self._in_parts(schedule)) is not None:
+            return parts.in_groups(schedule, b, groups, using)
         return best
+
+    def least(self, schedule: str) -> float:
+        """Return what no plan of a schedule takes less than, whatever memory says."""
+        return min(self.floor(schedule, b).step for b in self.in_haste or self.wanted.microbatch_sizes())
 
     def fits(self, schedule: str) -> Outcome | None:
         """Return any plan of the schedule that fits into memory."""
@@ -324,6 +370,13 @@ class Planner:
                     raise
                 self.stopped, bound = True, min(bound, least)
         return replace(best, bound=min(bound, best.step)) if best is not None else None
+
+    def forget(self) -> None:
+        """Drop the matrices of searches. They are made again where they are asked for."""
+        self._kept.clear()
+        self._costs = {}
+        if self._parts is not None:
+            self._parts.forget()
 
     def _searched(self, search: StageSearch, below: float, floor: Floor, tolerance: float) -> Found:
         """Search, and end early at an interrupt, with what was seen until then."""
@@ -384,15 +437,18 @@ class Planner:
     def _set_search(self, case: tuple[str, int, int], sets: DeviceSets, ends: Bools) -> SetSearch:
         """Return the search over sets of a case: schedule, samples of a microbatch, number of devices. What does not
         depend on the devices left out is kept for other such searches."""
+        if any(kept[0] != case[0] for kept in self._kept):
+            self._kept.clear()
+        # They grow while they run. Cases come again in the same order: to drop the oldest for the newest would keep
+        # none.
+        others = [kept for kept in self._kept if kept != case]
+        while others and sum(kept.elements for kept in self._kept.values()) > _KEPT:
+            del self._kept[others.pop()]
         if case not in self._kept:
-            if any(kept[0] != case[0] for kept in self._kept):
-                self._kept.clear()
-            search = SetSearch(self.table(case[1]), self.fleet, self._stages(*case), sets, ends)
-            # Cases come again in the same order: to drop the oldest for the newest would keep none.
-            if search.elements + sum(kept.elements for kept in self._kept.values()) > _KEPT:
-                return search
-            self._kept[case] = search
-        return self._kept[case].without(sets, ends)
+            self._kept[case] = SetSearch(self.table(case[1]), self.fleet, self._stages(*case), sets, ends)
+        search = self._kept[case].without(sets, ends)
+        search.few_states = _HURRIED_STATES if self.in_haste else search.few_states
+        return search
 
     def _stages(self, schedule: str, b: int, total: int) -> Stages:
         key = (schedule, b, total)

@@ -39,10 +39,8 @@ _STATES, _FEW_STATES, _ROWS, _ENOUGH = 40_000, 2000, 200_000, 60_000_000
 # The most states that wait for their turn, and the most elements of a matrix over states and layers: 56 and some 60
 # bytes each.
 _WAITING, _CELLS = 3_000_000, 2_000_000
-# The most blocks of layers, and elements, of sums over sets.
-_MOST_BLOCKS, _MOST_ADDED = 30, 20_000_000
-# The most elements of sums over sets that are kept, for limits that are asked for again.
-_REMEMBERED = 2_000_000
+# The most blocks of layers, and elements, of sums over sets; those that are kept for limits that are asked for again.
+_MOST_BLOCKS, _MOST_ADDED, _REMEMBERED = 30, 20_000_000, 2_000_000
 # Bounds are computed in another order than what they bound.
 _SLACK = 1 + 1e-9
 # The first limits, as multiples of the bound, and the precision of that.
@@ -71,23 +69,22 @@ class States:
 
 
 class PairTable:
-    """Pairs of arrays of one shape in one array, to look up elements of many at once. Memory is taken for as
-    many as are `likely` at first."""
+    """Pairs of arrays of one shape in one array, to look up elements of many at once, at first as many as `likely`."""
 
     def __init__(self, likely: int, shape: tuple[int, ...]) -> None:
-        self._values, self._count = np.empty((2, likely, *shape)), 0
+        self.values, self._count = np.empty((2, likely, *shape)), 0
 
     def add(self, first: Floats, second: Floats) -> int:
         """Return the number of a new pair."""
-        if self._count == self._values.shape[1]:
-            self._values = np.concatenate([self._values, np.empty_like(self._values)], 1)
-        self._values[0, self._count], self._values[1, self._count] = first, second
+        if self._count == self.values.shape[1]:
+            self.values = np.concatenate([self.values, np.empty_like(self.values)], 1)
+        self.values[0, self._count], self.values[1, self._count] = first, second
         self._count += 1
         return self._count - 1
 
     def look(self, numbers: Numbers, *at: Numbers) -> tuple[Floats, Floats]:
         """Return the elements of pairs at some places."""
-        return self._values[0][numbers, *at], self._values[1][numbers, *at]
+        return self.values[0][numbers, *at], self.values[1][numbers, *at]
 
 
 def _joined(parts: Sequence[States]) -> States:
@@ -100,7 +97,7 @@ class SetSearch(StageSearch):
     def __init__(self, table: Table, fleet: Fleet, stages: Stages, sets: DeviceSets, ends: Bools) -> None:
         super().__init__(table, fleet, stages)
         self.sets, self.ends = sets, ends
-        self.candidates, self.few = 0, False
+        self.candidates, self.few, self.few_states = 0, False, _FEW_STATES
         self._reached: dict[float, Numbers] = {}
         self._lowest: dict[float, Numbers] = {}
         self._sums: dict[float, Floats] = {}
@@ -226,7 +223,7 @@ class SetSearch(StageSearch):
     @property
     def elements(self) -> int:
         """Return about how many elements its matrices and those of its stages have."""
-        return self.paces.size * (3 if self.delayed else 4) // 2 + self.stages.elements()
+        return 2 * self.paces.size + self.remainder.size + self._cells.values.size + self.stages.elements()
 
     def without(self, sets: DeviceSets, ends: Bools) -> SetSearch:
         """Return the same search for plans that leave devices out, or end with other sets."""
@@ -357,7 +354,7 @@ class SetSearch(StageSearch):
 
     def _promising(self, states: States) -> States:
         """Return the states, where they are too many the most promising of them."""
-        most = _STATES if self.sets.complete and not self.few else _FEW_STATES
+        most = _STATES if self.sets.complete and not self.few else self.few_states
         if len(states) > most:
             self.complete, self.dropped = False, True
             if self.count == 1 and not self.delayed:

@@ -132,8 +132,12 @@ class Stages:
         return self._fitting[key]
 
     def elements(self) -> int:
-        """Return how many elements the matrices of options have."""
-        return sum(option.pace.size + option.cost.size for options in self._found.values() for option in options)
+        """Return about how many elements the matrices of options have."""
+        return sum(
+            option.pace.size * (1 + (option.cost is not option.pace) + (option.ring is not None))
+            for options in self._found.values()
+            for option in options
+        )
 
     def least(
         self, groups: Sequence[Sequence[int]], rings: Sequence[Ring], trips: Floats | None = None

@@ -75,6 +75,7 @@ class _Planner(msgspec.Struct):
     stopped: bool = False
     against_s: float = 0.0
     unsure: list[str] = []
+    no_less_s: dict[str, float] = {}
     devices: list[_Contribution] = []
     objective: _Objective | None = None
 

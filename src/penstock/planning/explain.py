@@ -308,6 +308,8 @@ def _changes(search: Search, usual: float) -> Iterator[str]:
             effect = "nothing fits" if change.sure else "no plan was found"
         else:
             effect = f"{shown_seconds(change.step)} ({compare(change.step, usual)})"
+            if change.bound:
+                effect += f" at most, and no less than {shown_seconds(change.bound)} ({compare(change.bound, usual)})"
         simulated = search.refined.get(change.name.removeprefix("schedule "))
         if simulated is not None and change.step is not None and change.step < usual:
             effect += f", but {by_simulation(simulated.step)}"

@@ -271,12 +271,14 @@ def _finite(steps: Mapping[str, float]) -> dict[str, float | None]:
 
 def changes_facts(search: Search) -> dict[str, Any]:
     """Return what would change the plan, and what every device contributes. Of the changes that are `unsure` no plan
-    was found, and there may be one."""
+    was found, and there may be one. Of those with a bound `no_less_s`, only some plans were tried."""
+    bounds = {change.name: change.bound for change in search.what_if if change.bound}
     unsure = [change.name for change in search.what_if if change.step is None and not change.sure]
     return {
         "what_if": changed_steps(search),
         "against_s": search.usual,
         **({"unsure": unsure} if unsure else {}),
+        **({"no_less_s": bounds} if bounds else {}),
         "devices": [_contribution(row) for row in search.contributions],
     }
 

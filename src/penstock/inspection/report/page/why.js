@@ -63,9 +63,9 @@ function best(place) {
 function whatIf(place) {
   const planner = place.planner, changes = Object.entries(planner.what_if || {});
   if (!changes.length) return null;
-  const usual = best(place), unsure = planner.unsure || [];
+  const usual = best(place), unsure = planner.unsure || [], least = planner.no_less_s || {};
   const most = Math.max(usual, ...changes.map(([, step]) => step || 0));
-  const rows = changes.map(([name, step]) => [name, step === null ? (unsure.includes(name) ? "no plan was found" : "nothing fits") : seconds(step),
+  const rows = changes.map(([name, step]) => [name, step === null ? (unsure.includes(name) ? "no plan was found" : "nothing fits") : (least[name] ? seconds(least[name]) + " to " : "") + seconds(step),
     step === null ? "" : el("span", { class: "with-bar long" }, step === usual ? "the same" : `${percent(Math.abs(step / usual - 1))} ${step > usual ? "slower" : "faster"}`,
       bar([[step / most, step > usual ? "slower" : "faster"]], name))]);
   return panel("What if", table([["change"], ["time per batch", "number"], ["by the formulas, against " + seconds(usual)]], rows, { caption: "What would change the plan" }));
