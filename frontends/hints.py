@@ -51,6 +51,11 @@ class Hints:
     def __bool__(self) -> bool:
         return bool(self.pipelines or self.layers)
 
+    def of_stages(self) -> str:
+        """Name the hints that say where stages start."""
+        kinds = {"pipeline stages": self.pipelines, "layers": self.layers}
+        return " and ".join(name for name, hints in kinds.items() if hints)
+
     def report(self) -> list[str]:
         """Write lines for the user that count the hints."""
         lines = [

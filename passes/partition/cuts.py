@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from penstock.ir.graph import Op
 from penstock.support.errors import UsageError
-from penstock.support.words import itemised, meant
+from penstock.support.words import counted, itemised, meant
 
 from .chain import module_spans, moving_spans, positions_of
 from .chain_costs import ChainCosts
@@ -34,6 +34,8 @@ Array = npt.NDArray[np.float64]
 
 # The part of a bound to which bisection finds it.
 _TOLERANCE = 1e-3
+# The most variables that an error names.
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,35 @@ class CutSearch:
     needs: StageNeeds | None = None
     eagerness: int = 0
     pins: tuple[tuple[int, int, int], ...] = ()
+    pin_texts: tuple[str, ...] = ()
 
     def best(self) -> list[int]:
         """Return the first operation of every stage, or nothing where no choice fits into memory."""
         cuts = self.best_at_all()
         if not cuts and self.needs is None:
-            raise UsageError(
-                f"{self.count} stages cannot all start at the places that are given",
-                hint="ask for fewer stages, or leave more places open",
-            )
+            raise self.no_cuts()
         return cuts
+
+    def no_cuts(self) -> UsageError:
+        """Return the error that names all that leaves too few places for stages to start at."""
+        chain = self.costs.chain
+        reasons = ["only some places are open"] if self.only_at else []
+        for text, (first, last, stage) in zip(self.pin_texts, self.pins, strict=True):
+            reason = f"{text!r} pins operations {first} to {last} of {len(chain)}"
+            if first < stage:
+                reason += f", with {first} in front of them for {counted(stage, 'earlier stage')}"
+            if len(chain) - 1 - last < self.count - 1 - stage:
+                behind = counted(self.count - 1 - stage, "later stage")
+                reason += f", with {len(chain) - 1 - last} behind them for {behind}"
+            reasons.append(reason)
+        kept = [f"@{name}" for name, (first, last) in moving_spans(chain).items() if last > first]
+        if kept:
+            more = f" and {len(kept) - _SHOWN} others" if len(kept) > _SHOWN else ""
+            reasons.append(f"what reads and writes {', '.join(kept[:_SHOWN])}{more} is on one stage")
+        return UsageError(
+            f"{self.count} stages cannot all start at the places that are given:" + itemised(reasons),
+            hint="ask for fewer stages, or leave more places open",
+        )
 
     def best_at_all(self) -> list[int]:
         """Return the first operation of every stage, or nothing where there is no choice."""

@@ -158,9 +158,8 @@ def _searched(
     """Return the stage of every operation, and other ones that fit into memory where these do not; none where nothing
     does."""
     chain, count = costs.chain, len(devices)
-    free = CutSearch(
-        costs, count, options.only_at, None, _eagerness(options, devices), pins_of(chain, options.pins, count)
-    )
+    pins = pins_of(chain, options.pins, count)
+    free = CutSearch(costs, count, options.only_at, None, _eagerness(options, devices), pins, options.pins)
     weights = {name: float(var.type.nbytes) for name, var in module.vars.items()}
     names = [group[0].name for group in devices if len(group) == 1]
     is_judged = _are_apart(options, devices) and len(names) == count and not mesh_axes(options.mesh)
@@ -213,6 +212,7 @@ def _module_notes(chain: Sequence[Op], costs: ChainCosts, stages: Sequence[int])
     return [
         f"stage {stage} has modules {module_words(names)}"
         for stage, names in enumerate(modules_of_stages(chain, costs.params, stages))
+        if names
     ]
 
 

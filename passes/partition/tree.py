@@ -20,7 +20,7 @@ import numpy as np
 from penstock.support.errors import UsageError
 from penstock.support.words import counted
 
-from .chain import names_to_split_at, readers
+from .chain import moving_spans, names_to_split_at, readers
 from .cuts import CutSearch, by_operation
 from .judging import Judge, refined
 from .modules import ModuleVisit, ranges, tree_of_chain
@@ -100,9 +100,10 @@ def module_starts(
     With a `judge`, of which a call counts so much `weight`, simulations say how long cuts take."""
     chain, tree = search.costs.chain, _tree_for(search, memory)
     names = names_to_split_at(chain)
-    most = _open_visits(tree, {*_all_visits(tree)})
+    inside = {i for first, last in moving_spans(chain).values() for i in range(first + 1, last + 1)}
+    most = [visit for visit in _open_visits(tree, {*_all_visits(tree)}) if visit.first not in inside]
     if search.count > 1 and len(most) < search.count:
-        raise _too_few(tree, len(most), search.count)
+        raise _too_few(tree, len(most), search)
 
     def cut(starts: Sequence[str]) -> tuple[list[int], float]:
         limited = replace(search, only_at=starts)
@@ -128,14 +129,17 @@ def module_starts(
         opened |= {v for v in closed if not stages or stages[v.first] == slowest} or {*closed}
 
 
-def _too_few(tree: ModuleVisit, places: int, count: int) -> UsageError:
+def _too_few(tree: ModuleVisit, places: int, search: CutSearch) -> UsageError:
     if not tree.children:
         return UsageError(
             "the names of the model's operations show no modules, so stages cannot be cut between them",
             hint="leave out --split-by module, or name nodes by their modules, as in h.0.fc/MatMul",
         )
+    kept = [name for name, (first, last) in moving_spans(search.costs.chain).items() if first < last]
+    apart = f", of which none parts what reads and writes {', '.join('@' + name for name in kept)}" if kept else ""
+    wanted = f"{counted(search.count, 'stage')} need {counted(search.count, 'module')} one after the other"
     return UsageError(
-        f"{counted(count, 'stage')} need {counted(count, 'module')} one after the other, the model has {places}",
+        f"{wanted}, the model has {places}{apart}",
         hint="ask for fewer stages, or leave out --split-by module",
     )
 

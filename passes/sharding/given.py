@@ -5,8 +5,8 @@
     tokens=[_,-2*/tp]                the second dimension is two blocks, split in folded order
 
 `_` is whole, `?` is free, `/a/b` splits over axes a and b, a major. Names are those of parameters, buffers and inputs,
-or of values of the forward graph where none of these fits; of several patterns that fit, the first counts. One error
-lists all that is wrong.
+or of values of the forward graph where none of these fits; of several patterns that fit, the first counts. With a sign
+in front they are of variables (`@w`) or of inputs and values (`%w`) alone. One error lists all that is wrong.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def chosen_layouts(
     chosen: dict[str, Layout] = {}
     problems = list(_conflicts(given))
     for entry in given:
-        nodes = next((n for n in (roots, inner) if any(fnmatchcase(node[1:], entry.pattern) for node in n)), {})
+        nodes = next((n for n in (roots, inner) if any(_is_meant(node, entry.pattern) for node in n)), {})
         if not nodes:
             names = [node[1:] for node in roots]
             hint = meant(entry.pattern, names) or f"there are {', '.join(names[:_SHOWN])}" + ", ..." * (
@@ -138,7 +138,7 @@ def chosen_layouts(
             )
             problems.append(f"{entry.text!r} fits no name; {hint}")
         misfits: dict[str, list[str]] = {}
-        fitting = [node for node in nodes if fnmatchcase(node[1:], entry.pattern)]
+        fitting = [node for node in nodes if _is_meant(node, entry.pattern)]
         free = [node for node in fitting if node not in chosen]
         wrong = {node: list(_misfits(nodes[node], entry.layout, sizes)) for node in free or fitting}
         # Where earlier patterns count for all names, this one has to be right for one of them at least.
@@ -150,6 +150,11 @@ def chosen_layouts(
     if problems:
         raise UsageError("cannot lay tensors out like this:" + itemised(problems))
     return chosen
+
+
+def _is_meant(node: str, pattern: str) -> bool:
+    """Return whether a pattern fits a node: with its sign, or its name alone."""
+    return fnmatchcase(node if pattern[:1] in "@%" else node[1:], pattern)
 
 
 def _conflicts(given: Sequence[GivenLayout]) -> Iterable[str]:

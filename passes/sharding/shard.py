@@ -17,8 +17,8 @@ from .given import Layout, chosen_layouts, parse_given, parse_mesh
 from .presets import preset_layouts
 from .propagate import Suggestions
 from .resolve import Resolution
+from .written import PRESET, is_preset
 
-PRESET = "preset:"
 _ORDER = ("F", "main", "B", "N", "U")
 
 
@@ -68,10 +68,10 @@ def given_layouts(module: Module, options: ShardOptions) -> dict[str, Layout]:
     sizes = {axis: size for axis, size in mesh.items() if axis != REPLICAS}
     graph = next((module.graphs[name] for name in _ORDER if name in module.graphs), None)
     values = {o.name: o.type for op in graph.ops for o in op.outs} if graph is not None else {}
-    written = [text for text in options.given if not text.startswith(PRESET)]
+    written = [text for text in options.given if not is_preset(text)]
     entries = parse_given(about_tensors(module, graph, written) if graph is not None else written)
     layouts = chosen_layouts(module, values, entries, mesh)
     for text in options.given:
-        if text.startswith(PRESET):
+        if is_preset(text):
             layouts = preset_layouts(module, text.removeprefix(PRESET), sizes) | layouts
     return layouts

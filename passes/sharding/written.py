@@ -38,12 +38,7 @@ def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axi
 
 def _from_text(entry: str) -> Iterator[str]:
     entry = _with_axis(entry)
-    if (
-        entry.startswith(PRESET)
-        or entry.partition(":")[0] == WIDTHS
-        or ABOUT_MODULE.fullmatch(entry)
-        or entry.endswith("]")
-    ):
+    if is_preset(entry) or is_widths(entry) or ABOUT_MODULE.fullmatch(entry) or entry.endswith("]"):
         yield entry
     elif entry.endswith(".toml"):
         yield from _from_file(Path(entry))
@@ -52,6 +47,16 @@ def _from_text(entry: str) -> Iterator[str]:
             f"{entry!r} is no layout",
             hint="give FILE.toml, preset:NAME, widths or PATTERN=[DIMENSION,...], such as 'w=[_,/tp]'",
         )
+
+
+def is_preset(text: str) -> bool:
+    """Return whether a text names a preset, and no value whose name begins like one."""
+    return text.startswith(PRESET) and not text.endswith("]")
+
+
+def is_widths(text: str) -> bool:
+    """Return whether a text asks for numbers of devices by layer, and is of no value whose name begins like that."""
+    return text.partition(":")[0] == WIDTHS and not text.endswith("]")
 
 
 def _with_axis(text: str) -> str:

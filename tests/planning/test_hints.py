@@ -143,7 +143,12 @@ def test_the_user_goes_before_the_model(mlp):
     annotate(mlp, {"two": cut_after("relu1")})
     plan = planned(mlp, 2, split_at=("fc3.product",))
     assert stage_of_params(plan)["fc2.weight"] == 0
-    assert notes(plan) == []
+    assert notes(plan) == ["the pipeline stages of the model are not followed: --split-at says where stages start"]
+    (note,) = notes(planned(mlp, 2, split_by="module", pin=("fc1=0",)))
+    assert note.endswith("are not followed: --split-by and --pin say where stages start")
+    # Where nothing of stages is asked for, or of one stage, there is nothing to say.
+    assert not notes(planned(mlp, 1, pin=("fc1=0",)))
+    assert not notes(planned(mlp, 2, pin=("fc1=0",), hints=False))
 
 
 def test_stages_start_between_layers(tmp_path):

@@ -459,3 +459,16 @@ def test_batches_that_wait_are_counted(symbolic, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert not found["planner"]["refused"]
     assert max(row["data"] for row in found["memory"].values()) >= 5 * 512 * 64 * 4
+
+
+def test_a_flat_list_of_devices_is_explained(tmp_path):
+    model = ps.from_onnx(write_gpt(tmp_path / "m.onnx", layers=1, width=16, heads=2, vocab=32, positions=8, batch=2))
+    with pytest.raises(UsageError) as error:
+        ps.plan(model, Cluster.local(2), devices=["cpu:0", "cpu:1"])
+    assert "devices lists the devices of every stage, and 'cpu:0', 'cpu:1' are no list" in str(error.value)
+    for stages in ([["cpu:0"], ["cpu:1"]], [["cpu:0", "cpu:1"]]):
+        assert f"devices={stages}" in str(error.value)
+        assert ps.plan(model, Cluster.local(2), devices=stages, microbatches=2).module.rank_devices() == [
+            "cpu:0",
+            "cpu:1",
+        ]

@@ -14,6 +14,7 @@ from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.graph import REPLICAS, Mesh, Module
 from penstock.ir.sharding.batch_dims import with_batch_dims
 from penstock.passes.manager import Call, run_passes
+from penstock.passes.partition.modules import OPERATION
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.schedules.dealing import fair_shares
 from penstock.passes.sharding.given import parse_mesh, stage_meshes
@@ -78,7 +79,7 @@ def plan_model(
         options = replace(options, mesh=layouts.mesh, shard=tuple(layouts.layouts.values()))
     options = _with_replicas(options, training is not None)
     _check_updates_elsewhere(cluster, options, training is not None)
-    options = replace(options, devices=tuple(map(tuple, options.devices)) or _in_groups(cluster, options))
+    options = replace(options, devices=_devices_of_stages(options) or _in_groups(cluster, options))
     _check_alike(cluster, options.devices)
     shares = _shares(cluster, options)
     module, calls = _pipeline(model, cluster, training, options, shares)
@@ -121,12 +122,17 @@ class _Steps:
         hints = model.imported.hints
         if layouts.configuration in hints.pipelines:
             hints = replace(hints, pipelines={layouts.configuration: hints.pipelines[layouts.configuration]})
-        is_asked = options.split_at or options.split_by != "operation" or options.pin
-        self._hints = hints if options.hints and not is_asked and stages > 1 else None
+        self.notes: list[str] = [*layouts.notes]
+        flags = _asked_starts(options)
+        if hints and options.hints and flags and stages > 1:
+            self.notes.append(
+                f"the {hints.of_stages()} of the model are not followed: {' and '.join(flags)} "
+                f"{'says' if len(flags) == 1 else 'say'} where stages start"
+            )
+        self._hints = hints if options.hints and not flags and stages > 1 else None
         self._layouts, self._stages = layouts, stages
         self.reference: Module | None = None
         self.calls: list[Call] = []
-        self.notes: list[str] = [*layouts.notes]
 
     def look(self, call: Call, before: Module) -> Call:
         """Return the call of a pass for this module."""
@@ -148,6 +154,12 @@ class _Steps:
         return call
 
 
+def _asked_starts(options: PlanOptions) -> list[str]:
+    """Return the settings that say where stages start, as flags."""
+    flags = {"--split-at": options.split_at, "--split-by": options.split_by != OPERATION, "--pin": options.pin}
+    return [flag for flag, is_set in flags.items() if is_set]
+
+
 def _pipeline(
     model: Model, cluster: Cluster, training: Training | None, options: PlanOptions, shares: tuple[int, ...]
 ) -> tuple[Module, list[Call]]:
@@ -155,7 +167,7 @@ def _pipeline(
     cuts: dict[str, Attr] = {
         "stages": options.stages,
         "split_at": tuple(options.split_at),
-        **({"split_by": options.split_by} if options.split_by != "operation" else {}),
+        **({"split_by": options.split_by} if options.split_by != OPERATION else {}),
         **({"pins": tuple(options.pin)} if options.pin else {}),
         "devices": tuple(" ".join(names) for names in options.devices),
         "shares": shares,
@@ -270,6 +282,19 @@ def _check_updates_elsewhere(cluster: Cluster, options: PlanOptions, trains: boo
         problems.append(f"--offload {options.offload}: what is elsewhere is on the device for updates there")
     if problems:
         raise UsageError(f"--update-on {options.update_on} cannot be:" + itemised(problems))
+
+
+def _devices_of_stages(options: PlanOptions) -> tuple[tuple[str, ...], ...]:
+    """Return the devices that each stage is given; a flat list of names, which may mean several things, is refused."""
+    flat = [names for names in options.devices if isinstance(names, str)]
+    if flat:
+        listed = ", ".join(repr([name]) for name in flat)
+        raise UsageError(
+            f"devices lists the devices of every stage, and {', '.join(map(repr, flat))} "
+            f"{'is' if len(flat) == 1 else 'are'} no list",
+            hint=f"devices=[{listed}] gives each a stage, devices=[{flat}] makes them replicas of one",
+        )
+    return tuple(map(tuple, options.devices))
 
 
 def _are_unlike(options: PlanOptions) -> bool:

@@ -323,7 +323,11 @@ def test_one_error_names_all_pins_that_do_not_work(tmp_path: Path) -> None:
         "'h.2=1' begins before 'h.4=0' ends",
     ):
         assert problem in text
-    assert "cannot all start at the places that are given" in refused(pin=("wte=1",))
+    text = refused(pin=("wte=1",))
+    assert "cannot all start at the places that are given" in text
+    assert "'wte=1' pins operations 0 to 0 of " in text
+    assert "with 0 in front of them for 1 earlier stage" in text
+    assert "'wte=1' pins operations 0 to 0" in refused(pin=("h.5=1", "wte=1"))
     text = refused(split_at=("h.3",), split_by="module", pin=("h.3=1",))
     assert "--split-by module and --pin what to choose from" in text
 
@@ -335,6 +339,36 @@ def test_models_without_modules_are_refused(tmp_path: Path) -> None:
     model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [8, 8, 8], 4))
     with pytest.raises(UsageError, match="3 stages need 3 modules one after the other, the model has 2"):
         ps.plan(model, Cluster.local(3), split_by="module")
+
+
+class Shared(torch.nn.Module):
+    """A batch norm that is called twice: between its calls no stage may start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.second(self.norm(self.first(x)))))
+
+
+def test_modules_between_which_no_stage_may_start_do_not_count() -> None:
+    model = ps.from_torch(Shared(), (torch.zeros(4, 8),))
+    training = ps.Training(loss="mse")
+    plan = ps.plan(model, Cluster.local(3), training, split_by="module")
+    assert len(plan.module.stages) == 3
+    for by in ("module", "operation"):
+        with pytest.raises(UsageError) as error:
+            ps.plan(model, Cluster.local(4 if by == "module" else 8), training, split_by=by)
+        assert "@norm.running_mean" in str(error.value)
+    assert "8 stages cannot all start" in str(error.value)
+
+
+def test_a_model_without_modules_on_one_device_has_no_note_of_them() -> None:
+    flat = ps.from_torch(torch.nn.Linear(4, 4), (torch.zeros(2, 4),))
+    notes = [note.text for note in ps.plan(flat, Cluster.local(1), split_by="module").module.notes]
+    assert not [note for note in notes if "has modules" in note]
 
 
 # ------------------------------------------------------------------------------------------------ training

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
+from penstock.ir.graph import PARAM, Value
 from penstock.ir.text import print_module
-from penstock.passes.sharding.given import parse_given, parse_mesh
+from penstock.ir.types import TensorType
+from penstock.passes.sharding.given import chosen_layouts, parse_given, parse_mesh
 from penstock.passes.sharding.written import layouts_of
 from penstock.support.errors import UsageError
 
@@ -33,6 +36,29 @@ def test_one_plan_in_several_forms_is_one_list_of_layouts(tmp_path: Path) -> Non
     file.write_text('[layouts]\n"a.fc1" = "Colwise"\n"a.fc2" = "Rowwise"\n"a.ln" = "out:[_,/tp,...]"\n')
     assert layouts_of(file) == ("a.fc1=Colwise/tp", "a.fc2=Rowwise/tp", "a.ln=out:[_,/tp,...]")
     assert layouts_of(styles[0], axis="x") == ("a.fc1=Colwise/x", "a.fc2=Rowwise/x")
+
+
+def test_names_may_have_colons_and_signs() -> None:
+    """Of values that are called like presets and widths, and of values that are called like parameters."""
+    texts = ("preset:x=[_,/tp]", "widths:1.5=[/tp]", "dense/MatMul:0=[/tp]")
+    assert layouts_of(texts) == texts
+    model = ps.from_torch(nn.Linear(4, 4), (torch.zeros(4, 4),))
+    for text in texts:
+        with pytest.raises(UsageError, match="fits no name"):
+            ps.plan(model, ps.Cluster.local(2), mesh="tp=2", shard=[text])
+    types = {"@w": (4, 4), "%w": (4,), "%v": (8,)}
+    shapes = {node: TensorType("f32", dims) for node, dims in types.items()}
+    module = SimpleNamespace(
+        vars={"w": SimpleNamespace(type=shapes["@w"], role=PARAM)}, data_inputs=[Value("v", shapes["%v"])]
+    )
+
+    def chosen(*given: str) -> list[str]:
+        return [*chosen_layouts(module, {"w": shapes["%w"]}, parse_given(given), {"tp": 2})]
+
+    assert chosen("w=[/tp,_]") == ["@w"]
+    assert chosen("%w=[/tp]", "@w=[_,/tp]", "%v=[/tp]") == ["%w", "@w", "%v"]
+    with pytest.raises(UsageError, match="fits no name"):
+        chosen("@v=[/tp]")
 
 
 def test_presets_and_several_axes_are_read(tmp_path: Path) -> None:

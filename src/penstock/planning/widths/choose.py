@@ -42,7 +42,7 @@ from penstock.passes.pipelines import PASSES
 from penstock.passes.sharding.given import Layout, parse_mesh
 from penstock.passes.sharding.propagate import Suggestions, rank_of, settled
 from penstock.passes.sharding.shard import ShardOptions, graphs_in_order
-from penstock.passes.sharding.written import WIDTHS
+from penstock.passes.sharding.written import WIDTHS, is_widths
 from penstock.passes.simulator.exchanges import collective_seconds, collective_times
 from penstock.passes.simulator.machine import machine_of
 from penstock.support.errors import UsageError
@@ -55,7 +55,7 @@ Axes = tuple[tuple[str, int], ...]
 
 def asks_for_widths(options: ShardOptions) -> bool:
     """Return whether layouts ask for widths of layers."""
-    return any(text.partition(":")[0] == WIDTHS for text in options.given)
+    return any(map(is_widths, options.given))
 
 
 def with_widths(
@@ -94,7 +94,7 @@ def _team_of(cluster: Cluster, mesh: str, stages: Sequence[Sequence[str]]) -> li
 def _limit(given: Sequence[str]) -> float:
     """Return the amplification limit that the one given text says."""
     if len(given) > 1:
-        others = [text for text in given if text.partition(":")[0] != WIDTHS]
+        others = [text for text in given if not is_widths(text)]
         raise UsageError(
             f"{WIDTHS} lays out all values, and {'other layouts' if others else 'several limits'} are given",
             hint=f"leave out {', '.join(others or given[1:])}",
@@ -194,7 +194,7 @@ class _Layers:
                 if value.name in inputs:
                     width_of.setdefault(value.name, choice[layer])
         return tuple(
-            f"{escape(name)}=[{','.join(dimensions)}]"
+            f"%{escape(name)}=[{','.join(dimensions)}]"
             for name, k in width_of.items()
             if any(dimensions := self._dimensions(name, k)) and self._is_split(name)
         )
@@ -222,6 +222,7 @@ class _Layers:
             f"{shown_seconds(seconds)} per microbatch forward and backward, with all layers on one device {alone}, on "
             f"{widths[-1]} {most}"
             + (f"; none uses more than {limit:g} times the device seconds of one device" if limit < inf else "")
+            + ("; layers on fewer devices are computed on the others as well" if min(choice) < len(widths) - 1 else "")
         )
 
 
