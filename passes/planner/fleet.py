@@ -121,10 +121,19 @@ class Fleet:
 def fleet_of(cluster: Cluster) -> Fleet:
     """Return the devices of a cluster, with its links or the usual ones between hosts of their kind."""
     names = [device.name for device in cluster.devices]
+    # Where no link is named, those of devices alike on the same hosts are the same.
+    alike: dict[Device, int] = {}
+    groups = [
+        alike.setdefault(replace(x, name=x.name if cluster.links else ""), i) for i, x in enumerate(cluster.devices)
+    ]
+    paths: dict[tuple[int, int, bool], Path] = {}
 
     @cache
     def path(a: int, b: int) -> Path:
-        return cluster.path(names[a], names[b])
+        key = groups[a], groups[b], a == b
+        if key not in paths:
+            paths[key] = cluster.path(names[a], names[b])
+        return paths[key]
 
     return Fleet(cluster.devices, path)
 

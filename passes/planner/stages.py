@@ -79,6 +79,7 @@ class Stages:
         self._equals: dict[tuple[object, ...], Option] = {}
         self._found: dict[tuple[object, ...], list[Option]] = {}
         self._fitting: dict[tuple[object, ...], Bools] = {}
+        self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._ample: dict[tuple[object, ...], bool] = {}
 
     @cached_property
@@ -96,7 +97,7 @@ class Stages:
     def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option]:
         """Return the ways to run a stage on these devices, with `later` devices in later stages and `ahead` forwards in
         hand."""
-        kinds = tuple(self.kinds[i] for i in devices)
+        kinds = self._kinds_of(devices)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         key = (kinds, warm, full, ring.fixed, ring.each)
@@ -108,7 +109,7 @@ class Stages:
         self, devices: Sequence[int], later: int, ahead: int, recompute: bool, first: int, last: int
     ) -> tuple[int, ...]:
         """Return the shares of the replicas of one stage."""
-        kinds = tuple(self.kinds[i] for i in devices)
+        kinds = self._kinds_of(devices)
         if len(set(kinds)) == 1:
             fewest, more = divmod(self.count, len(kinds))
             return (fewest + 1,) * more + (fewest,) * (len(kinds) - more)
@@ -119,10 +120,17 @@ class Stages:
         held = np.stack([room[here].ravel() for room in self.most_shares(kinds, full, recompute)])
         return tuple(int(n) for n in _shares(each, held, self.row.least_share(warm), self.count, self._head)[:, 0])
 
+    def _kinds_of(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """Return the kinds of devices, which large fleets ask for again and again."""
+        key = tuple(devices)
+        if key not in self._kinds:
+            self._kinds[key] = tuple(self.kinds[i] for i in key)
+        return self._kinds[key]
+
     def fitting(self, devices: Sequence[int], later: int, ahead: int) -> Bools:
         """Return the ranges for which `options` has any entry, without their costs: that is a small part of the
         work."""
-        kinds = tuple(self.kinds[i] for i in devices)
+        kinds = self._kinds_of(devices)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         key = (kinds, warm, full)

@@ -16,7 +16,7 @@ from penstock.passes.planner import argue
 from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Chain
 from penstock.passes.planner.cost import judge
-from penstock.passes.planner.fleet import Fleet, fleet_of
+from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
 from penstock.passes.planner.layouts import DeviceSets
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
@@ -306,3 +306,18 @@ def test_another_order_of_replicas_is_not_claimed_to_be_worse() -> None:
     assert Planner(chain, fleet_of(alike), wanted).orders_alike
     assert not Planner(chain, fleet_of(unlike), wanted).orders_alike
     assert Planner(chain, fleet_of(unlike), replace(wanted, replicas=1)).orders_alike
+
+
+def test_paths_of_a_fleet_are_those_of_its_cluster() -> None:
+    """Those of devices that are alike are asked for once: on hosts with network cards, with GPUs, and with named links."""
+    equal = equal_hosts(3, 2, Device("d", host="h"), (1e10, 1e-6), (1e9, 1e-5))
+    devices = (*equal.devices[:4], *(replace(d, kind="cuda", target="sm_90") for d in equal.devices[4:]))
+    for cluster in (
+        equal,
+        replace(equal, devices=devices),
+        replace(equal, links=(Link("h0:0", "h1:1", 1e6, 1e-2), Link("h0:0", "h0:1", 1e7, 1e-3))),
+        Cluster((Device("a"), Device("b", socket_bandwidth=1e7), Device("c"))),
+    ):
+        names, fleet = [device.name for device in cluster.devices], fleet_of(cluster)
+        for a, b in product(range(len(names)), repeat=2):
+            assert fleet.path(a, b) == cluster.path(names[a], names[b]), (a, b)
