@@ -150,6 +150,10 @@ class Hosts:
         """List every process that still runs on the hosts."""
         return [pid for space in self._spaces for pid in _pids(space)]
 
+    def processes_of(self, host: int) -> list[int]:
+        """List every process that runs on a host."""
+        return _pids(self._spaces[host + 1])
+
     def end(self, started: Iterable[subprocess.Popen[str]]) -> None:
         """Kill the started processes that still run, and all that they left on the hosts."""
         for process in started:
