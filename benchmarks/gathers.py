@@ -1,6 +1,6 @@
 """The part of collectives that computations hide where replicas share all variables out (`--zero 3`), over a slow link.
 
-    python benchmarks/gathers.py                               both orders: two minutes
+    python benchmarks/gathers.py                               all rows: two minutes
     python benchmarks/gathers.py --rate 30 --json gathers.json
 
 Two hosts are network namespaces behind a token bucket (namespaces.py; root, iproute2 with tc), each with one rank of one
@@ -8,10 +8,14 @@ thread that torchrun starts as `penstock run --trace`. The model is an MLP whose
 rank gathers the other half of a weight twice per step, forward and backward, and hands on half of its gradient.
 Computations of a layer take longer than its collectives.
 
+Rows with timed kernels have the same programs and the same network, and each kernel is a sleep of its predicted time
+(timed_kernels.py): a product takes 1.5 times what a gather takes on the link. In the other rows ranks compute, on the
+cores that carry the packets, too. There the cluster file states the rate of a product that was measured before.
+
 One bundle is compiled as usual, the other without the pass `overlap`. A share is the seconds for which ranks waited for
-results of collectives, of those that their bytes take on the link: both of the whole run, its first steps included.
-Losses of both are compared bit by bit. Exit code 1: they differ, or more than a quarter of the time is waited for with
-the pass, or less than three quarters without.
+results of collectives, of those that their bytes take on the link. Where ranks compute, both are of the whole run, its
+first steps included, and losses are compared bit by bit. Exit code 1: they differ, or with timed kernels more than a
+quarter of the time is waited for with the pass, or less than 0.65 of it without.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import torch
 from machine import load, processor, system, versions, write_json
 from namespaces import Hosts, available, torchrun
 
@@ -35,25 +41,43 @@ import penstock as ps
 from penstock.models import write_mlp
 from penstock.passes import pipelines
 from penstock.passes.pipelines import PipelineEntry
+from penstock.runtime.launch.local import thread_environment
 
 LAYERS, WIDTH, ROWS = 8, 1024, 4096
 NAMES = ("n1", "n2")
-WITH, WITHOUT = "with overlap", "without"
-MOST, LEAST = 0.25, 0.75
+WITH, WITHOUT, TIMED = "with overlap", "without", "timed kernels, "
+# Bytes of the part of a weight that a rank lacks, and operations of a product.
+HALF, PRODUCT = WIDTH * WIDTH * 4 // 2, 2.0 * ROWS * WIDTH * WIDTH
+# Timed products take longer than a gather on the link, by this.
+SLOWER = 1.5
+MOST, LEAST = 0.25, 0.65
 SECONDS = 300.0
 
 
-def cluster_file(folder: Path, rate: float) -> Path:
+def cluster_file(folder: Path, name: str, rate: float, flops: float) -> Path:
+    """Write a cluster of two hosts with one device each, and cards of so many bytes per second."""
     lines = ["[links]", f'other-host = {{ bandwidth = {rate:.0f}, latency = "100 us" }}']
-    for i, name in enumerate(NAMES):
-        lines += ["[[host]]", f'name = "{name}"', f"nic_bandwidth = {rate:.0f}", 'interface = "eth0"']
-        lines += ["[[device]]", f'name = "cpu:{i}"', f'host = "{name}"', "threads = 1"]
-    path = folder / "cluster.toml"
+    for i, host in enumerate(NAMES):
+        lines += ["[[host]]", f'name = "{host}"', f"nic_bandwidth = {rate:.0f}", 'interface = "eth0"']
+        lines += ["[[device]]", f'name = "cpu:{i}"', f'host = "{host}"', "threads = 1"]
+        lines += [f"flops = {flops:.0f}"]
+    path = folder / f"cluster-{name}.toml"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def make_bundle(folder: Path, name: str, cluster: Path) -> Path:
+def measured_flops() -> float:
+    """Return the operations per second of a product of the model on one core."""
+    x, w, times = torch.rand(ROWS, WIDTH), torch.rand(WIDTH, WIDTH), []
+    torch.set_num_threads(1)
+    for _ in range(7):
+        begin = time.perf_counter()
+        torch.mm(x, w)
+        times.append(time.perf_counter() - begin)
+    return PRODUCT / statistics.median(times)
+
+
+def make_bundle(folder: Path, name: str, cluster: Path, backend: str = "tvm") -> Path:
     """Compile the model for two replicas that share all variables out, with or without the pass."""
     model = ps.from_onnx(write_mlp(folder / "mlp.onnx", (WIDTH,) * (LAYERS + 1), batch=ROWS, seed=1))
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=1e-3), microbatches=2)
@@ -62,7 +86,7 @@ def make_bundle(folder: Path, name: str, cluster: Path) -> Path:
         pipelines._overlap = lambda options: PipelineEntry("overlap", {}, "", wanted=False)
     try:
         plan = ps.plan(model, ps.Cluster.load(cluster), training, replicas=2, zero=3)
-        return ps.compile(plan, folder / f"bundle-{name.split()[0]}")
+        return ps.compile(plan, folder / f"bundle-{backend}-{name.split()[0]}", backend=backend)
     finally:
         pipelines._overlap = usual
 
@@ -85,21 +109,44 @@ def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path, rate: 
     }
 
 
+def run_timed(
+    hosts: Hosts, bundles: dict[str, Path], steps: int, folder: Path, rate: float
+) -> dict[str, dict[str, Any]]:
+    """Return the same of programs whose kernels take their predicted time."""
+    report, log = folder / "timed.json", folder / "timed.log"
+    environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": "eth0"}
+    words = ["--bundles", json.dumps({name: str(path) for name, path in bundles.items()}), "--report", str(report)]
+    program = [sys.executable, str(Path(__file__).parent / "timed_kernels.py"), "--address", hosts.address(0)]
+    with log.open("w") as out:
+        running = [
+            hosts.start(i, [*program, *words, "--steps", str(steps), "--rank", str(i)], environment, out)
+            for i in range(len(NAMES))
+        ]
+        try:
+            failed = [process.args for process in running if process.wait(SECONDS)]
+        finally:
+            hosts.end(running)
+    if failed:
+        raise RuntimeError(f"the run with timed kernels failed:\n{log.read_text()}")
+    rows = json.loads(report.read_text(encoding="utf-8"))
+    return {name: {**row, "link_s": row["bytes"] / rate} for name, row in rows.items()}
+
+
 def measure(rate: float, steps: int) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="penstock-") as place, Hosts(NAMES) as hosts:
         folder, random = Path(place), np.random.default_rng(0)
         data, samples = folder / "data.npz", ROWS * 2
         x = random.standard_normal((samples, WIDTH)).astype(np.float32)
         np.savez(data, x=x, labels=random.integers(0, WIDTH, samples))
-        cluster = cluster_file(folder, rate)
-        bundles = {name: make_bundle(folder, name, cluster) for name in (WITH, WITHOUT)}
+        computed = cluster_file(folder, "computed", rate, measured_flops())
+        timed = cluster_file(folder, "timed", rate, PRODUCT / (SLOWER * HALF / rate))
+        bundles = {name: make_bundle(folder, name, computed) for name in (WITH, WITHOUT)}
+        sleeping = {name: make_bundle(folder, name, timed, "numpy") for name in (WITH, WITHOUT)}
         hosts.shape(rate)
-        rows = {}
-        for name, bundle in bundles.items():
-            rows[name] = run(hosts, bundle, data, steps, folder, rate)
-            share = rows[name]["exposed_s"] / rows[name]["link_s"]
-            rows[name]["share"] = share
-            print(f"{name}: {share:.0%} of the collectives' time is waited for", file=sys.stderr, flush=True)
+        rows = {f"{TIMED}{name}": row for name, row in run_timed(hosts, sleeping, steps, folder, rate).items()}
+        rows |= {name: run(hosts, bundle, data, steps, folder, rate) for name, bundle in bundles.items()}
+        for row in rows.values():
+            row["share"] = row["exposed_s"] / row["link_s"]
     return rows
 
 
@@ -132,7 +179,8 @@ def main() -> int:
     write_json(arguments.json, {"facts": facts, "rate": arguments.rate, **loads, "rows": rows})
     same = rows[WITH]["losses"] == rows[WITHOUT]["losses"]
     print(f"losses are {'the same bit for bit' if same else 'NOT the same'}", file=sys.stderr)
-    return int(not same or rows[WITH]["share"] > MOST or rows[WITHOUT]["share"] < LEAST)
+    met = rows[f"{TIMED}{WITH}"]["share"] <= MOST and rows[f"{TIMED}{WITHOUT}"]["share"] >= LEAST
+    return int(not same or not met)
 
 
 if __name__ == "__main__":
