@@ -175,6 +175,7 @@ def _cutting(partition: dict[str, Attr], options: PipelineOptions) -> list[Pipel
         "schedule": schedule,
         "recompute": options.recompute,
         "wire": options.wire,
+        **({"updates_elsewhere": True} if options.update_on else {}),
     }
     # Stages with unlike numbers of replicas have no mesh in common.
     partition = {**_meshed(options), **partition, **same, **_packed(options)}

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, SUM, UPDATE, WEIGHTS_ITEM
+from penstock.ir.batch_shares import updating_stages
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import resident_bytes, stage_images
 from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
@@ -106,12 +107,21 @@ def _without_state(module: Module, space: str, *, alone: bool, ahead: bool) -> M
     `alone`."""
     schedule = module.schedule
     assert schedule is not None
-    packs = [schedule.stages_of(rank) for rank in schedule.ranks]
+    # What a stage hands out at once cannot be made in parts.
+    handing = updating_stages(module)
+    packs = [schedule.stages_of(rank) for rank in schedule.ranks if not {*schedule.stages_of(rank)} & {*handing}]
     packed = [stage for pack in packs if len(pack) > 1 for stage in pack if movable_state(module, stage)]
     chunks = {
         stage: listed for pack in packs if len(pack) == 1 for stage in pack if (listed := chunks_of(module, stage))
     }
     if not packed and not chunks and alone:
+        if handing:
+            raise UsageError(
+                "optimiser state is on devices that update weights of others, and stays there: these hand out all new "
+                "weights at once",
+                where="offload",
+                hint="leave out --update-on, or take --offload activations",
+            )
         raise UsageError(
             "no rank has optimiser state that could be elsewhere, a stage or a chunk of it: nothing would be gained",
             where="offload",

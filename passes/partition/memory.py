@@ -6,6 +6,8 @@ it fits only with recomputation (passes/memory/recompute.py), it is the seconds 
 
     bytes of a stage = parameters * versions + gradients (twice if they wait for other ranks)
                      + optimiser state      of what its operations read
+                     + gradients * (2 + versions)    where other devices update weights: gradients that go, those that
+                                                     went, and new weights that come
                      + saved * in flight            values that the backward of its operations takes
                      + fed                          batches of its inputs that wait, on CPUs
                      + 3 * (bytes that cross its cuts) + 2 * (results of its largest operation)
@@ -39,6 +41,9 @@ Array = npt.NDArray[np.float64]
 # Operations by position in the chain, and bytes that a stage needs that has any of them.
 Items = Sequence[tuple[tuple[int, ...], float]]
 _MESSAGES, _RESULTS = 3.0, 2.0
+# Gradients on their way to the device that updates weights: those of a batch, and those of the one before, whose
+# message is held until the next one.
+PASSING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +72,13 @@ class StageLoad:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The work of later passes on stages: their schedule, what `recompute` computes again (auto, none or all), and
-    the element type in which float32 values travel."""
+    """The work of later passes on stages: their schedule, what `recompute` computes again (auto, none or all), the
+    element type in which float32 values travel, and whether other devices update weights."""
 
     schedule: str
     recompute: str
     wire: str
+    updates_elsewhere: bool = False
 
 
 class StageNeeds:
@@ -189,7 +195,7 @@ def needs_of(
     if outlook.schedule not in SCHEDULES or all(device.memory is None for ranks in devices for device in ranks):
         return None
     kind = SCHEDULES[outlook.schedule]
-    bytes_of = _fixed_bytes(module, kind, max(map(len, devices)))
+    bytes_of = _fixed_bytes(module, kind, max(map(len, devices)), outlook.updates_elsewhere)
     users, fed, saved = _uses(module, chain)
     load = StageLoad(
         [(tuple(where), bytes_of[name]) for name, where in readers.items()],
@@ -213,9 +219,9 @@ def _rooms(schedule: str, devices: Sequence[Sequence[Device]], shares: Sequence[
         yield Room(flight, min(limits, default=None), all(device.kind == "cpu" for device in places))
 
 
-def _fixed_bytes(module: Module, kind: ScheduleKind, replicas: int) -> dict[str, float]:
+def _fixed_bytes(module: Module, kind: ScheduleKind, replicas: int, updates_elsewhere: bool) -> dict[str, float]:
     """Return the bytes of every parameter with its versions, gradients and state; a stage has at most so many
-    replicas."""
+    replicas. Where other devices update it there is no state, but gradients that go and weights that come."""
     owned: dict[str, list[Var]] = {name: [var] for name, var in module.vars.items() if var.role == PARAM}
     for var in module.vars.values():
         if var.role in (GRAD, STATE) and var.name.rpartition(".")[0] in owned:
@@ -223,7 +229,8 @@ def _fixed_bytes(module: Module, kind: ScheduleKind, replicas: int) -> dict[str,
     sizes = {}
     for name, vars in owned.items():
         trained = any(var.role == GRAD for var in vars)
-        copies = {PARAM: kind.versions if trained else 1, GRAD: kind.gradient_copies(replicas), STATE: 1}
+        gradients = kind.gradient_copies(replicas) + (PASSING + kind.versions) * updates_elsewhere
+        copies = {PARAM: kind.versions if trained else 1, GRAD: gradients, STATE: int(not updates_elsewhere)}
         sizes[name] = float(sum(var.type.nbytes * copies[var.role] for var in vars))
     return sizes
 

@@ -40,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from penstock.ir.action_kinds import UPDATE
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import BUFFER, CACHE, GRAD, PARAM, STATE, Graph, Module, Namer, Op, Stage, Value, Var
 from penstock.ir.liveness import from_state_alone
@@ -78,7 +79,7 @@ class PartitionOptions:
     `schedule`, `recompute` (auto, none or all) and `wire` are settings of later passes. `wire` is the element type of
     float32 values between stages. Without a schedule the search ignores memory.
     `packs` is the number of stages on each device, dealt round or `folded` (0 3 / 1 2); `stages` and `devices` count
-    devices then."""
+    devices then. With `updates_elsewhere` stages neither update weights nor hold optimiser state."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
@@ -94,6 +95,7 @@ class PartitionOptions:
     mesh: str = ""
     packs: int = 1
     folded: bool = False
+    updates_elsewhere: bool = False
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
@@ -115,7 +117,8 @@ def partition(module: Module, options: PartitionOptions) -> Module:
             hint="ask for fewer stages",
         )
     shares = shares_of(options.shares, [len(group) for group in devices], options.microbatches)
-    costs = ChainCosts(module, chain, devices, shares, cluster, options.wire)
+    priced = _without_updates(module) if options.updates_elsewhere else module
+    costs = ChainCosts(priced, chain, devices, shares, cluster, options.wire)
     if options.split_at:
         _check_open(options)
         stages = by_operation(given_cuts(costs, options.split_at), len(chain))
@@ -133,6 +136,10 @@ def partition(module: Module, options: PartitionOptions) -> Module:
         f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, "
         f"without limits it would take {faster}",
     )
+
+
+def _without_updates(module: Module) -> Module:
+    return module.but(graphs={name: graph for name, graph in module.graphs.items() if name != UPDATE})
 
 
 def _are_apart(options: PartitionOptions, devices: Sequence[Sequence[Device]]) -> bool:
@@ -172,7 +179,7 @@ def _searched(
         return refined(search, stages, judge, count * options.microbatches) if stages else stages
 
     stages = chosen(free)
-    outlook = Outlook(options.schedule, options.recompute, options.wire)
+    outlook = Outlook(options.schedule, options.recompute, options.wire, options.updates_elsewhere)
     needs = needs_of(module, chain, readers(chain, costs.params), devices, shares, costs.forward, outlook)
     # Where all stages fit as they are, nothing else is as fast.
     fits = needs is None or not any(extra_seconds(needs, s, stages) for s in range(count))

@@ -13,7 +13,8 @@ Chain whose layers are runs of operations, with the costs of each at each of the
     calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; a
                 message takes time of the device at both ends, and its bytes do on a CPU
     bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other
-                layer; a parameter counts for every layer that reads it, with its gradient and its optimiser state
+                layer; a parameter counts for every layer that reads it, with its gradient and its optimiser state.
+                Where other devices update weights, what goes to these and comes from them counts in place of state
 
 Some models have other operations with some sizes of a microbatch, most often with one sample, where exporters and
 `simplify` see ones: such sizes are left out.
@@ -43,6 +44,7 @@ from penstock.passes.partition.chain import (
     names_to_split_at,
     params_behind,
 )
+from penstock.passes.partition.memory import PASSING
 from penstock.support.errors import UsageError
 
 from .chain import Amount, Calls, Chain, Floats, Layer, Times
@@ -73,13 +75,14 @@ def profile_chain(
     most: int = MOST_LAYERS,
     wire: str = "f32",
     shared: bool = False,
+    updates_elsewhere: bool = False,
 ) -> Profile:
     """Profile `modules`, by samples per microbatch. Layers are of about the same time on `device`.
 
     Float32 values travel as `wire`, and all through memory where it is `shared`. Where sizes make different operations,
     the group with most sizes is profiled; of equally large groups the one with the larger sizes.
     """
-    sized = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
+    sized = {b: _Sized(module, prices, wire, updates_elsewhere) for b, module in sorted(modules.items())}
     alike: dict[tuple[str, ...], list[int]] = {}
     for b, part in sized.items():
         alike.setdefault(tuple(part.names), []).append(b)
@@ -138,8 +141,9 @@ def _amount(low: int, a: int, high: int, z: int) -> Amount:
 class _Sized:
     """A module at one size of a microbatch."""
 
-    def __init__(self, module: Module, prices: Prices, wire: str) -> None:
+    def __init__(self, module: Module, prices: Prices, wire: str, updates_elsewhere: bool) -> None:
         self.module, self.prices, self.wire = module, prices, wire
+        self.updates_elsewhere = updates_elsewhere
         self.chain = chain_of(module)
         if not self.chain:
             raise UsageError("the model computes nothing from its inputs: there is no operation to plan for")
@@ -180,10 +184,10 @@ class _Sized:
 
     def _update(self, device: Device) -> Floats:
         """Return the seconds of updates, counted for the first operation that reads the parameter. Updates without one
-        run on every stage, and are little."""
+        run on every stage, and are little, as is what a stage does with new weights from elsewhere."""
         totals = np.zeros(len(self.chain))
         update = self.module.graphs.get("U")
-        if update is None:
+        if update is None or self.updates_elsewhere:
             return totals
         reader = {name: i for i, names in reversed(list(enumerate(self.params))) for name in names}
         at: dict[Value, int] = {}
@@ -252,6 +256,8 @@ class _Sized:
                 var for var in self.module.vars.values() if var.name in names or var.name.rpartition(".")[0] in names
             ]
             by_role = {role: sum(v.type.nbytes for v in owned if v.role == role) for role in (PARAM, GRAD, STATE)}
+            if self.updates_elsewhere:
+                by_role[STATE] = PASSING * by_role[GRAD] + by_role[PARAM]
             temporary = max((sum(v.type.nbytes for v in op.outs) for op in self.chain[first:last]), default=0)
             layers.append(
                 Layer(

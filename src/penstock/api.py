@@ -145,7 +145,7 @@ def plan_best(
     None. The fastest of `schedules` is taken, by default of those that compute what plain training does. `replicas` is
     the most devices of a stage, 0 for any number; `recompute` is auto, none or all, `zero` 0 or 1. Where nothing fits,
     the error says what would, if that shall be `explained`, which takes longer than finding out that nothing fits.
-    Further options are `cuda_libraries`, `wire`, `offload`, `spill` and `dump`, as of `penstock.plan`.
+    Further options are `cuda_libraries`, `wire`, `offload`, `spill`, `update_on` and `dump`, as of `penstock.plan`.
     """
     feedback = Feedback(options.pop("dump", None), progress)
     settings = SearchOptions(

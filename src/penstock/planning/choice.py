@@ -79,11 +79,11 @@ class Search:
     `result` has the best plan of every schedule, `chosen` is the one that was carried out. `refused` are those that the
     passes refused, with the reason. `little` says of devices that they help too little to be used. `refined` is what
     the simulator said of the best plans near the planner's, by schedule. `more_memory` is how many times the memory of
-    the devices the formulas were given; `with_moves` says that passes move what is too much for these, so that no other
-    plan of the search can be compared with the one that was carried out. `in_bf16` makes the profile of the model in
-    bfloat16, where the plan is in float32. `packs` are the best plans with several stages on a device, by schedule;
-    where one of them was carried out, it is `taken`, and `chosen` is the best plan without. A plan for inference has an
-    `objective`.
+    the devices the formulas were given; `with_moves` says that passes move what is too much for these, or updates to
+    other devices. Then no other plan of the search can be compared with the one that was carried out. `in_bf16` makes
+    the profile of the model in bfloat16, where the plan is in float32. `packs` are the best plans with several stages
+    on a device, by schedule; where one of them was carried out, it is `taken`, and `chosen` is the best plan without. A
+    plan for inference has an `objective`.
     """
 
     profile: Profile

@@ -182,6 +182,7 @@ class SearchOptions:
     zero: int = shared(PlanOptions, "zero")
     offload: str = shared(PlanOptions, "offload")
     spill: str = shared(PlanOptions, "spill")
+    update_on: str = shared(PlanOptions, "update_on")
     explained: bool = True
 
 

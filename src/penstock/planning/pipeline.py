@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -78,7 +78,7 @@ def plan_model(
     if layouts.layouts:
         options = replace(options, mesh=layouts.mesh, shard=tuple(layouts.layouts.values()))
     options = _with_replicas(options, training is not None)
-    _check_updates_elsewhere(cluster, options, training is not None)
+    check_updates_elsewhere(cluster, options, training is not None)
     options = replace(options, devices=_devices_of_stages(options) or _in_groups(cluster, options))
     _check_alike(cluster, options.devices)
     shares = _shares(cluster, options)
@@ -188,7 +188,7 @@ def _pipeline(
         offload=options.offload,
         space=_space_name(cluster, options.spill),
         zero=options.zero,
-        update_on=_updaters(options),
+        update_on=updaters(options.update_on),
     )
     if training is not None and options.weights != "f32":
         raise UsageError(
@@ -259,27 +259,34 @@ def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:
     return options if options.mesh else replace(options, mesh=f"{REPLICAS}={replicas}", replicas=1)
 
 
-def _updaters(options: PlanOptions) -> tuple[str, ...]:
+def with_devices(cluster: Cluster, names: Collection[str]) -> Cluster:
+    """Return the cluster with these devices alone, in this order."""
+    links = tuple(link for link in cluster.links if link.a in names and link.b in names)
+    return replace(cluster, devices=tuple(cluster.device(name) for name in names), links=links)
+
+
+def updaters(update_on: str) -> tuple[str, ...]:
     """Return the devices that run updates alone."""
-    return tuple(name.strip() for name in options.update_on.split(",")) if options.update_on else ()
+    return tuple(name.strip() for name in update_on.split(",")) if update_on else ()
 
 
-def _check_updates_elsewhere(cluster: Cluster, options: PlanOptions, trains: bool) -> None:
+def check_updates_elsewhere(cluster: Cluster, options: PlanOptions, trains: bool) -> None:
     """Refuse what updates on other devices do not go with; one error names all of it."""
     if not options.update_on:
         return
     known = [device.name for device in cluster.devices]
     problems = [] if trains else ["an inference has no updates: compile with --loss"]
-    strange = [name for name in _updaters(options) if name not in known]
+    strange = [name for name in updaters(options.update_on) if name not in known]
     problems += [f"{name!r} is no device of the cluster, which has {', '.join(known)}" for name in strange]
     computing = {name for names in options.devices for name in names}
-    problems += [f"{name} computes a stage as well" for name in _updaters(options) if name in computing]
+    problems += [f"{name} computes a stage as well" for name in updaters(options.update_on) if name in computing]
+    problems += ["no device is left to compute"] if {*known} <= {*updaters(options.update_on)} else []
     if options.zero:
         problems.append("--zero: replicas update their own parts of variables")
     if options.mesh and not options.zero:
         problems.append("--mesh: tensors that are split are updated where they lie")
-    if options.offload != "none":
-        problems.append(f"--offload {options.offload}: what is elsewhere is on the device for updates there")
+    if options.offload in ("weights", "all"):
+        problems.append(f"--offload {options.offload}: gradients that are handed out do not go with their weights")
     if problems:
         raise UsageError(f"--update-on {options.update_on} cannot be:" + itemised(problems))
 
@@ -304,13 +311,12 @@ def _are_unlike(options: PlanOptions) -> bool:
 
 def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:
     """Return the devices of every stage, in the order of the cluster; none are named where each stage has one."""
-    stages, replicas = options.stages, _devices_per_stage(options)
+    stages, replicas, updating = options.stages, _devices_per_stage(options), updaters(options.update_on)
     if ";" in options.mesh:
         return _in_unlike_groups(cluster, options)
-    updaters = _updaters(options)
-    if replicas == 1 and not updaters:
+    if replicas == 1 and not updating:
         return ()
-    names = [device.name for device in cluster.devices if device.name not in updaters]
+    names = [device.name for device in cluster.devices if device.name not in updating]
     if not stages and options.split_at:
         stages = (len(options.split_at) + 1) // options.packs
     count = stages or len(names) // replicas
@@ -318,7 +324,7 @@ def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...],
         what = (
             f"{counted(max(count, 1), 'stage')} of {counted(replicas, 'device')} each need "
             f"{max(count, 1) * replicas}, the cluster has {len(names)}"
-            + (f" beside those for updates, {', '.join(updaters)}" if updaters else "")
+            + (f" beside those for updates, {', '.join(updating)}" if updating else "")
         )
         raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
     return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))

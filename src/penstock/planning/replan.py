@@ -18,6 +18,9 @@ equal shares; where shares become unequal, the level becomes 1.
 Where a device has several stages, it keeps as many. Where the schedule cannot deal the microbatches to so few devices,
 each device gets one stage under 1f1b, which computes the same, and nothing moves between memory spaces.
 
+Devices that only update weights stay what they are. Where none of them is left, stages update their own weights; where
+no other is left, they compute.
+
 The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use
 for them.
 
@@ -41,6 +44,7 @@ from typing import Any
 
 from penstock.backends.bundle.format import NAMES, SOURCE, Bundle, Origin, open_bundle
 from penstock.backends.interface import CompileOptions
+from penstock.ir.batch_shares import updating_stages
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import REPLICAS, Module
 from penstock.ir.schedule_names import SYNCHRONOUS
@@ -56,6 +60,7 @@ from penstock.support.words import counted
 
 from .build import Content, assemble
 from .facts import describe_plan
+from .pipeline import with_devices
 from .predict import predict
 
 # What may still be elsewhere where all of a kind cannot be.
@@ -73,11 +78,10 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     first = next(i for i, call in enumerate(before) if call.name == "partition")
     if ";" in before[first].options.mesh:
         raise UsageError("stages have a mesh each, so it cannot be planned anew", where=str(bundle.path))
-    if any(call.name == "update-on" for call in before):
-        raise UsageError("updates run on devices of their own, so it cannot be planned anew", where=str(bundle.path))
-    cluster = _without(reference.cluster, devices)
-    placed = _placed(bundle, cluster, mesh_axes(before[first].options.mesh))
-    calls = _changed(before[first:], placed, bundle)
+    cluster, updating = with_devices(reference.cluster, devices), _updating(bundle, devices)
+    computing = with_devices(cluster, [name for name in devices if name not in updating])
+    placed = _placed(bundle, computing, mesh_axes(before[first].options.mesh))
+    calls = _changed(_updated_on(before[first:], updating), placed, bundle)
     done, module = _carried_out(reference.but(cluster=cluster), calls)
     every = [*before[:first], *done]
     facts = describe_plan(module, reference, every, predict(module))
@@ -85,6 +89,32 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     content = Content(module, reference, weights, facts, bundle.manifest.source_hash, lambda folder: origin)
     assemble(out, content, bundle.manifest.backend, CompileOptions())
     return _summary(before, every, bundle, placed)
+
+
+def _updating(bundle: Bundle, devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the devices that go on to update weights alone; none where no others are left."""
+    stages = updating_stages(bundle.module)
+    before = {name for stage in stages for name in bundle.module.devices_of(stage)}
+    return tuple(name for name in devices if name in before) if set(devices) - before else ()
+
+
+def _updated_on(calls: Sequence[Call], updating: tuple[str, ...]) -> list[Call]:
+    """Return the passes with updates on these devices, or on those of stages."""
+    changes: dict[str, dict[str, Any]] = {
+        "partition": {"updates_elsewhere": bool(updating)},
+        "update-on": {"devices": updating},
+    }
+    return [
+        Call(call.name, replace(call.options, **changes.get(call.name, {})))
+        for call in calls
+        if updating or call.name != "update-on"
+    ]
+
+
+def _computing_stages(bundle: Bundle) -> list[int]:
+    """Return the stages that compute microbatches; of a pack, the first one stands for all."""
+    updating = updating_stages(bundle.module)
+    return [stage for stage in dict.fromkeys(bundle.module.rank_stages()) if stage not in updating]
 
 
 def _carried_out(module: Module, calls: Sequence[Call]) -> tuple[Sequence[Call], Module]:
@@ -126,19 +156,11 @@ def _origin(bundle: Bundle) -> Origin | None:
     return Origin(bundle.source_names or {}, [bundle.path / name for name in files])
 
 
-def _without(cluster: Cluster, devices: Sequence[str]) -> Cluster:
-    """Return the cluster with these devices alone, in this order."""
-    links = tuple(link for link in cluster.links if link.a in devices and link.b in devices)
-    return replace(cluster, devices=tuple(cluster.device(name) for name in devices), links=links)
-
-
 def _placed(bundle: Bundle, cluster: Cluster, axes: Axes) -> StageDevices:
     """Return the devices of every stage, and the axes of their meshes. `axes` are those of the plan before."""
     devices = [device.name for device in cluster.devices]
     stage_of = {entry.device: entry.stage for entry in bundle.manifest.ranks}
-    # Of a pack, the first stage stands for all.
-    stages = dict.fromkeys(bundle.module.rank_stages())
-    remaining = [tuple(name for name in devices if stage_of[name] == stage) for stage in stages]
+    remaining = [tuple(name for name in devices if stage_of[name] == stage) for stage in _computing_stages(bundle)]
     team = tuple((axis, size) for axis, size in axes if axis != REPLICAS)
     each, sizes = prod(size for _, size in team), {len(names) for names in remaining}
     # The ranks of the plan have to be those of the devices as they are given.
@@ -194,7 +216,7 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
 
 def _as_many_stages(bundle: Bundle, placed: StageDevices) -> bool:
     """Return whether there are as many stages as before, so that their numbers mean the same."""
-    return not bundle.module.packs and len(placed.groups) == len(set(bundle.module.rank_stages()))
+    return not bundle.module.packs and len(placed.groups) == len(_computing_stages(bundle))
 
 
 def _packs(bundle: Bundle, placed: StageDevices) -> bool:
@@ -224,8 +246,11 @@ def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, plac
     other = "" if kind == schedule.name else f", as {schedule.name} cannot deal them to packs"
     cuts = [next(call.options for call in calls if call.name == "partition") for calls in (before, after)]
     pins = "" if cuts[0].pins == cuts[1].pins else ", without pins, as the number of stages is another"
+    was, now = (next((call for call in calls if call.name == "update-on"), None) for calls in (before, after))
+    here = ", updates on the devices of stages, as no other is left for them" if was is not None and now is None else ""
     places = "" if cuts[0].split_by == cuts[1].split_by else ", cut at any operation, as modules do not make them"
-    return f"{stages}, schedule {kind} with {counted(schedule.microbatches, 'microbatch')}{other}{lower}{pins}{places}"
+    notes = f"{other}{lower}{pins}{places}{here}"
+    return f"{stages}, schedule {kind} with {counted(schedule.microbatches, 'microbatch')}{notes}"
 
 
 def _end_with(parent: int) -> None:

@@ -7,6 +7,9 @@ The planner works on a chain of layers with formulas (passes/planner). The plan 
 it, are simulated (passes/planner/refine.py), and so are plans with several stages on each of their devices
 (passes/planner/packed.py). The fastest then goes through all passes, which check order, versions and memory exactly.
 Where they refuse a choice, the next best is tried (tries.py), and the reason is reported.
+
+Devices that only update weights (`update_on`) are none of the search's: its formulas count no updates on the others.
+So the best plan of each schedule is carried out, and the simulation of all says which is fastest.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from penstock.calibration.corrections import best_prices
@@ -40,7 +43,7 @@ from .model import Load, Model, ModelFile
 from .offloading.batches import fastest_of_memories
 from .offloading.choose import plan_within_memory
 from .options import AUTO, PlanOptions, SearchOptions
-from .pipeline import before_partition, plan_model
+from .pipeline import before_partition, check_updates_elsewhere, plan_model, updaters, with_devices
 from .plan import Plan
 from .tries import Try, other_sizes, sizes_of, tries, with_more_memory
 from .watching import SILENT, Feedback, ProgressHook
@@ -51,18 +54,21 @@ def search(
 ) -> Plan:
     """Find the best plan for batches of so many samples. `load` gives the model with so many samples per microbatch,
     for each of the sizes to choose from, or as it is for None."""
+    settings = PlanOptions(update_on=options.update_on, offload=options.offload, zero=options.zero)
+    check_updates_elsewhere(cluster, settings, trains=True)
     models = _load_models(load, options)
-    if options.offload == "none":
+    if options.offload == "none" and not options.update_on:
         return _Searching(cluster, training, options, feedback, models).plan()
+    moves = options.offload != "none"
 
     def searched(scaled: Cluster) -> Plan:
-        plain = replace(options, offload="none", spill="", explained=False)
+        plain = replace(options, offload="none", spill="", explained=options.explained and not moves)
         return _Searching(scaled, training, plain, feedback, models).plan()
 
     def carried_out(outline: Search) -> Plan:
         return _Searching(cluster, training, options, feedback, models).carried_out(outline.plan, outline.profile)
 
-    return fastest_of_memories(cluster, searched, carried_out)
+    return fastest_of_memories(cluster, searched, carried_out, moves=moves, every=bool(options.update_on))
 
 
 def search_file(
@@ -131,9 +137,15 @@ class _Searching:
     too_large: dict[Chosen, DoesNotFit] = field(default_factory=dict)
     tried: set[Chosen] = field(default_factory=set)
 
+    @cached_property
+    def computing(self) -> Cluster:
+        """The devices that run stages."""
+        updating = updaters(self.options.update_on)
+        return with_devices(self.cluster, [d.name for d in self.cluster.devices if d.name not in updating])
+
     def plan(self) -> Plan:
         """Return the first of the best plans that the passes accept."""
-        options, cluster = self.options, self.cluster
+        options, cluster = self.options, self.computing
         if strange := [kind for kind in options.schedules if kind not in (*TRAINING, *PACKED)]:
             expected = ", ".join((*TRAINING, *PACKED))
             raise UsageError(f"{', '.join(strange)}: no schedule of a training, expected some of {expected}")
@@ -164,7 +176,7 @@ class _Searching:
         spared, refined = self._improved(profile, result, wanted)
         packs = {} if result.stopped else self._packs(result, refined)
         if result.stopped and not alone:
-            # What was asked for has not been searched yet.
+            # What was settings for has not been searched yet.
             raise KeyboardInterrupt
         steps = {kind: _judged_step(outcome, refined.get(kind)) for kind, (outcome, _) in spared.items()}
         fastest = min(steps, key=steps.__getitem__)
@@ -191,11 +203,11 @@ class _Searching:
         plans = [one.outcome.plan for one in refined.values()]
         orders = [plan.devices for plan in plans if 1 < len(plan.devices) == len(plan.stages)]
         if len(kinds) == len(self.options.schedules):
-            # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
+            # Nothing else was settings for: where microbatches cannot be dealt to all devices, fewer are tried.
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
             orders += [longest[:count] for count in range(len(longest), 1, -1)]
         try:
-            return pack(result.planner, self.cluster, kinds, list(dict.fromkeys(orders)))
+            return pack(result.planner, self.computing, kinds, list(dict.fromkeys(orders)))
         except KeyboardInterrupt:
             result.planner.stopped = True
             self.feedback.say(_INTERRUPTED)
@@ -244,7 +256,7 @@ class _Searching:
         for kind, (outcome, little) in spared.items():
             # A device that was just left out because it helps too little does not come back.
             usable = outcome.plan.devices if little else range(len(result.fleet))
-            if (near := refine(result.planner, self.cluster, outcome, usable)) is not None:
+            if (near := refine(result.planner, self.computing, outcome, usable)) is not None:
                 refined[kind] = near
         return refined
 
@@ -255,8 +267,15 @@ class _Searching:
         for size in sizes:
             shown = feedback.told(partial(_for_size, size=size))
             modules[size] = before_partition(self.models[size], self.cluster, alone, planned, shown)
-        fastest = max(self.cluster.devices, key=lambda device: device.flops)
-        return profile_chain(modules, fastest, best_prices(), wire=options.wire, shared=self.cluster.is_shared)
+        fastest = max(self.computing.devices, key=lambda device: device.flops)
+        return profile_chain(
+            modules,
+            fastest,
+            best_prices(),
+            wire=options.wire,
+            shared=self.cluster.is_shared,
+            updates_elsewhere=bool(options.update_on),
+        )
 
     def _first(self, search: Search, tries: Iterable[Try]) -> Plan | None:
         """Return the first plan that the passes accept, with the search that led to it."""
@@ -276,7 +295,7 @@ class _Searching:
 
     def carried_out(self, plan: Chosen, profile: Profile) -> Plan:
         """Run all passes over the chosen plan."""
-        options, names = self.options, [device.name for device in self.cluster.devices]
+        options, names = self.options, [device.name for device in self.computing.devices]
         placed = plan.stages[: len(plan.devices)] if plan.packs > 1 else plan.stages
         planned = PlanOptions(
             schedule=plan.schedule,
@@ -292,6 +311,7 @@ class _Searching:
             zero=plan.zero,
             offload=options.offload,
             spill=options.spill,
+            update_on=options.update_on,
         )
         training = replace(self.training, microbatches=plan.count)
         make = plan_within_memory if options.offload == AUTO else plan_model

@@ -18,6 +18,7 @@ from penstock.ir.memory.account import first_difference
 from penstock.models import write_mlp
 from penstock.planning.explain import plan_lines
 from penstock.planning.plan_file import load_plan_file
+from penstock.planning.replan import replan
 from penstock.runtime.telemetry.memory_trace import measured_account, planned_beside, read_trace
 from penstock.support.errors import UsageError
 
@@ -142,9 +143,50 @@ def test_plans_name_the_device_and_are_carried_out_again(mlp, tmp_path):
 def test_one_error_names_all_that_updates_elsewhere_do_not_go_with(mlp):
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M)
     with pytest.raises(UsageError) as caught:
-        ps.plan(ps.from_onnx(mlp), Cluster.local(4), training, update_on="cpu:7", offload="state", mesh="tp=2")
-    for said in ("'cpu:7' is no device", "--offload state", "--mesh"):
+        ps.plan(ps.from_onnx(mlp), Cluster.local(4), training, update_on="cpu:7", offload="weights", mesh="tp=2")
+    for said in ("'cpu:7' is no device", "--offload weights", "--mesh"):
         assert said in str(caught.value)
+    with pytest.raises(UsageError, match="state is on devices that update weights of others"):
+        ps.plan(ps.from_onnx(mlp), Cluster.local(4), training, update_on="cpu:3", offload="state", stages=2)
+    with pytest.raises(UsageError, match="no device is left to compute"):
+        ps.plan_best(
+            lambda size: ps.from_onnx(mlp), Cluster.local(2), training, batch=16, update_on="cpu:0,cpu:1", zero=1
+        )
+
+
+def test_what_forwards_saved_is_elsewhere_and_updates_are(mlp, tmp_path):
+    expected = trained(compiled(mlp, tmp_path / "here", schedule="gpipe"))
+    away = compiled(mlp, tmp_path / "away", UPDATER, schedule="gpipe", offload="activations", spill=str(tmp_path))
+    same(trained(away), expected)
+    module = open_bundle(away).module
+    assert any(stage.home for stage in module.stages[:2])
+    assert not any(var.home for var in module.vars.values())
+
+
+@pytest.mark.parametrize(
+    ("left", "ranks", "said"),
+    [
+        (["cpu:0", "cpu:1", UPDATER], ["cpu:0", "cpu:1", UPDATER], "2 stages on cpu:0 cpu:1,"),
+        (["cpu:1", UPDATER], ["cpu:1", UPDATER], "1 stage on cpu:1,"),
+        (["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"], "updates on the devices of stages"),
+        ([UPDATER], [UPDATER], "1 stage on cpu:4,"),
+    ],
+)
+def test_training_goes_on_with_the_devices_that_are_left(mlp, tmp_path, left, ranks, said):
+    """Devices that update go on to do that, as long as there are others. A checkpoint loads in the new bundle."""
+    before = compiled(mlp, tmp_path / "before", UPDATER)
+    assert said in replan(open_bundle(before), left, tmp_path / "after")
+    assert open_bundle(tmp_path / "after").module.rank_devices() == ranks
+    batches, place = batches_of(open_bundle(before), 4), tmp_path / "checkpoint"
+    with ps.open(before, timeout=60) as job:
+        list(job.steps(batches[:2]))
+        job.save(place)
+        expected = [step.losses for step in job.steps(batches[2:])]
+    with ps.open(tmp_path / "after", timeout=60, resume=place) as job:
+        np.testing.assert_allclose([step.losses for step in job.steps(batches[2:])], expected, rtol=1e-6)
+    # The control: training that does not go on from the checkpoint.
+    with ps.open(tmp_path / "after", timeout=60) as job:
+        assert not np.allclose([step.losses for step in job.steps(batches[2:])], expected, rtol=1e-6)
 
 
 def test_the_host_of_gpus_updates_their_weights(mlp, tmp_path):

@@ -1,8 +1,10 @@
-"""The search for a plan of batches of a size, where something may be elsewhere: `--batch` with `--offload`.
+"""The search for a plan of batches of a size, where something may be elsewhere: `--batch` with `--offload` or
+`--update-on`.
 
 In: a search for a plan in so many times the memory of the devices, and what carries a plan out with moves. Out: the
 fastest plan that fits. The formulas of the planner know nothing of moves, so plans for more memory than there is are
-searched, too. Each is carried out on the devices as they are.
+searched, too. Each is carried out on the devices as they are. They know nothing of updates elsewhere, either, which
+some schedules hide and others wait for: then the best plan of every schedule is carried out.
 """
 
 from __future__ import annotations
@@ -36,13 +38,20 @@ def with_memory(cluster: Cluster, part: float) -> Cluster:
 
 
 def fastest_of_memories(
-    cluster: Cluster, searched: Callable[[Cluster], Plan], carried_out: Callable[[Search], Plan]
+    cluster: Cluster,
+    searched: Callable[[Cluster], Plan],
+    carried_out: Callable[[Search], Plan],
+    *,
+    moves: bool = True,
+    every: bool = False,
 ) -> Plan:
-    """Return the fastest of the plans that are searched for more and more memory, and fit as they are carried out."""
+    """Return the fastest of the plans that are searched, and fit as they are carried out; where something `moves`, they
+    are searched for more and more memory. Those of a search are taken by their speed, the first that fits, or `every`
+    one."""
     best: Plan | None = None
     errors, known, done = list[_Refusal](), set[object](), set[object]()
     limited = any(device.memory for device in cluster.devices)
-    for part in MULTIPLES if limited else MULTIPLES[:1]:
+    for part in MULTIPLES if limited and moves else MULTIPLES[:1]:
         try:
             plan = searched(with_memory(cluster, part))
         except (DoesNotFit, UsageError, VerifyError) as error:
@@ -52,7 +61,7 @@ def fastest_of_memories(
         for search in _by_speed(plan.search):
             if search.plan in known:
                 # What was refused is refused again, and what was carried out is no faster in another search.
-                if search.plan in done:
+                if search.plan in done and not every:
                     break
                 continue
             known.add(search.plan)
@@ -63,15 +72,17 @@ def fastest_of_memories(
                 continue
             done.add(search.plan)
             if best is None or plan.predicted.step < best.predicted.step:
-                best = replace(plan, search=_of_more_memory(search, part))
-            break
+                best = replace(plan, search=_compared(search, part, every))
+            if not every:
+                break
     if best is None:
         raise _nearest(errors)
     return best
 
 
-def _of_more_memory(search: Search, part: float) -> Search:
-    return replace(search, more_memory=part * search.more_memory, with_moves=search.with_moves or part > 1)
+def _compared(search: Search, part: float, every: bool) -> Search:
+    apart = search.with_moves or part > 1 or every
+    return replace(search, more_memory=part * search.more_memory, with_moves=apart)
 
 
 def _by_speed(search: Search) -> Iterator[Search]:
