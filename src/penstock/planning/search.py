@@ -126,14 +126,14 @@ WORTH = 0.02
 @dataclass
 class _Searching:
     """A search under way: the models by samples per microbatch, the plans that were tried, and the answers of the
-    passes."""
+    passes: the plans that were `refused`."""
 
     cluster: Cluster
     training: Training
     options: SearchOptions
     feedback: Feedback
     models: Mapping[int, Model]
-    refused: dict[str, Exception] = field(default_factory=dict)
+    refused: dict[Chosen, Exception] = field(default_factory=dict)
     too_large: dict[Chosen, DoesNotFit] = field(default_factory=dict)
     tried: set[Chosen] = field(default_factory=set)
 
@@ -215,22 +215,22 @@ class _Searching:
 
     def _packed(self, search: Search, worth: float) -> Plan | None:
         """Return the fastest plan with packs that takes less than `worth` seconds and that the passes accept."""
-        for kind, packed in sorted(search.packs.items(), key=lambda item: item[1].step):
+        for packed in sorted(search.packs.values(), key=lambda one: one.step):
             if packed.step < worth:
                 try:
                     plan = self.carried_out(packed.plan, search.profile)
                 except (VerifyError, DoesNotFit) as error:
-                    self.refused.setdefault(kind, error)
+                    self.refused.setdefault(packed.plan, error)
                 else:
-                    return replace(plan, search=self._answered(search, search.chosen, taken=packed))
+                    reasons = self._against(search.packs)
+                    return replace(plan, search=self._answered(search, search.chosen, taken=packed, refused=reasons))
         return None
 
     def _answered(self, search: Search, chosen: Outcome, **changes: Any) -> Search:
         """Return the search with its end: the plan that was chosen, and why others were refused."""
-        reasons = {kind: str(error) for kind, error in self.refused.items()}
         is_f32 = (self.options.precision or self.training.precision) == "f32"
         in_bf16 = (lambda: self._profile("bf16", search.profile.chain.sizes)) if is_f32 else None
-        return replace(search, chosen=chosen, refused=reasons, in_bf16=in_bf16, **changes)
+        return replace(search, chosen=chosen, in_bf16=in_bf16, **changes)
 
     def _improved(
         self, profile: Profile, result: Result, wanted: PlanRequest
@@ -278,20 +278,29 @@ class _Searching:
         )
 
     def _first(self, search: Search, tries: Iterable[Try]) -> Plan | None:
-        """Return the first plan that the passes accept, with the search that led to it."""
+        """Return the first plan that the passes accept, with the search that led to it. Of each schedule it has the
+        reason against the first plan of this search that was refused, now or in a search before."""
+        reasons = self._against(search.packs)
         for schedule, outcome, little in tries:
             if outcome.plan in self.tried:
+                if (known := self.refused.get(outcome.plan)) is not None:
+                    reasons.setdefault(schedule, str(known))
                 continue
             self.tried.add(outcome.plan)
             try:
                 plan = self.carried_out(outcome.plan, search.profile)
             except (VerifyError, DoesNotFit) as error:
-                self.refused.setdefault(schedule, error)
+                self.refused[outcome.plan] = error
+                reasons.setdefault(schedule, str(error))
                 if isinstance(error, DoesNotFit) and error.excess:
                     self.too_large[outcome.plan] = error
                 continue
-            return replace(plan, search=self._answered(search, outcome, little=little))
+            return replace(plan, search=self._answered(search, outcome, little=little, refused=reasons))
         return None
+
+    def _against(self, packs: Mapping[str, Packed]) -> dict[str, str]:
+        """Return the reasons against plans with several stages on a device, by schedule."""
+        return {kind: str(self.refused[one.plan]) for kind, one in packs.items() if one.plan in self.refused}
 
     def carried_out(self, plan: Chosen, profile: Profile) -> Plan:
         """Run all passes over the chosen plan."""
@@ -362,9 +371,11 @@ def _judged_step(outcome: Outcome, refined: Refined | None) -> float:
     return refined.step if refined is not None and math.isfinite(refined.step) else outcome.step
 
 
-def _all_refused(refused: Mapping[str, Exception]) -> PenstockError:
-    """Return the error where the passes take no plan, with the reason for each schedule."""
-    reasons = itemised(f"{kind}: {first_reason(str(error))}" for kind, error in refused.items())
+def _all_refused(refused: Mapping[Chosen, Exception]) -> PenstockError:
+    """Return the error where the passes take no plan, with the first reason for each schedule."""
+    first = {plan.schedule: error for plan, error in reversed([*refused.items()])}
+    kinds = dict.fromkeys(plan.schedule for plan in refused)
+    reasons = itemised(f"{kind}: {first_reason(str(first[kind]))}" for kind in kinds)
     what = f"what the planner chose was refused by the passes:{reasons}"
     if any(isinstance(error, VerifyError) for error in refused.values()):
         return UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")

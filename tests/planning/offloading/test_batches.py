@@ -10,9 +10,14 @@ import penstock as ps
 from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.memory.predict import measure_memory
 from penstock.models import write_mlp
+from penstock.passes.planner.plan import PipelinePlan
+from penstock.passes.planner.profile import Profile
 from penstock.planning.explain import argument
 from penstock.planning.offloading import batches
+from penstock.planning.options import SearchOptions
 from penstock.planning.plan import Plan
+from penstock.planning.search import _Searching
+from penstock.planning.watching import SILENT
 from penstock.support.errors import DoesNotFit, UsageError
 
 MIB, BATCH = 1 << 20, 256 * 5
@@ -79,3 +84,59 @@ def test_a_schedule_that_moves_nothing_hides_no_other(model: ps.Model) -> None:
     with pytest.raises(UsageError, match="nothing would be gained"):
         best("1f1b")
     assert best("gpipe", "1f1b").module == best("gpipe").module
+
+
+def test_reasons_are_those_of_the_search_that_is_told(model: ps.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of one search are refused, and the plan that is taken is of another, after it."""
+    local = Cluster.local(3, threads=(1, 1, 1))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3))
+    options = SearchOptions(batch=BATCH, schedules=("1f1b", "gpipe"), explained=False)
+    searching = _Searching(local, training, options, SILENT, {256: model})
+    plan = searching.plan()
+    assert plan.search is not None
+    outcomes = plan.search.result.outcomes
+    fast, other = outcomes["1f1b"], outcomes["gpipe"]
+    few = replace(other, plan=replace(other.plan, zero=1))
+    kept = {few.plan}
+
+    def carried_out(one: PipelinePlan, profile: Profile) -> Plan:
+        if one not in kept:
+            raise DoesNotFit(f"too large: {one.schedule}")
+        return plan
+
+    monkeypatch.setattr(searching, "carried_out", carried_out)
+    searching.tried.clear()
+    assert searching._first(plan.search, [("1f1b", fast, []), ("gpipe", other, [])]) is None
+    taken = searching._first(plan.search, [("gpipe", other, []), ("gpipe", few, [])])
+    assert taken is not None
+    assert taken.search is not None
+    # 1f1b was refused before this search, which has no plan of it; gpipe was not refused again, but is known to be.
+    assert taken.search.refused.keys() == {"gpipe"}
+    assert "too large: gpipe" in taken.search.refused["gpipe"]
+
+
+def test_plans_that_moves_do_not_make_fit_are_named_with_the_reason(
+    model: ps.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest schedule is refused as it is carried out with moves, so the next one is taken."""
+    real = _Searching.carried_out
+
+    def carried_out(self: _Searching, one: PipelinePlan, profile: Profile) -> Plan:
+        if self.options.offload != "none" and one.schedule == fastest:
+            raise DoesNotFit("spaces are full")
+        return real(self, one, profile)
+
+    device = replace(Cluster.local(1, threads=(1,)).devices[0], spaces=(("ram", 90 * MIB),))
+    cluster = Cluster((device,), spaces=(Space("disk"),))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3))
+    settings = {"batch": BATCH, "schedules": ("1f1b", "gpipe"), "offload": "state"}
+    first = ps.plan_best(lambda size: model, cluster, training, **settings)
+    assert first.search is not None
+    fastest = first.search.plan.schedule
+    monkeypatch.setattr(_Searching, "carried_out", carried_out)
+    plan = ps.plan_best(lambda size: model, cluster, training, **settings)
+    assert plan.search is not None
+    assert plan.search.plan.schedule != fastest
+    assert [(kind, "spaces are full" in reason) for kind, reason in plan.search.refused.items()] == [(fastest, True)]
+    # The control: nothing was refused where that schedule was taken.
+    assert not first.search.refused

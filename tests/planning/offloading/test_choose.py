@@ -115,6 +115,28 @@ def test_where_nothing_fits_the_least_of_each_kind_is_named(model: ps.Model) -> 
         planned(model, need - 1, "auto")
 
 
+def test_memory_that_is_named_is_enough_beside_spaces_with_little_room(model: ps.Model) -> None:
+    """State does not fit into such a space, so no memory of the device makes a plan that moves it."""
+
+    def planned_beside(nbytes: int, room: int) -> Plan:
+        of_device = cluster(nbytes)
+        spaces = tuple(replace(space, bytes=room) for space in of_device.spaces)
+        return ps.plan(model, replace(of_device, spaces=spaces), TRAINING, schedule="gpipe", offload="auto")
+
+    needs = {}
+    for room in (0, 4 * MIB):
+        with pytest.raises(DoesNotFit) as raised:
+            planned_beside(20 * MIB, room)
+        (needs[room],) = raised.value.needs.values()
+        assert planned_beside(needs[room], room).prices is not None
+        with pytest.raises(DoesNotFit):
+            planned_beside(needs[room] - 1, room)
+        assert ("no plan by moving optimiser state: is home to " in raised.value.what) == bool(room)
+    # The control: memory that is enough where the space has no limit.
+    with pytest.raises(DoesNotFit):
+        planned_beside(needs[0], 4 * MIB)
+
+
 def planned_need(model: ps.Model, nbytes: int, offload: str) -> int:
     with pytest.raises(DoesNotFit) as raised:
         planned(model, nbytes, offload)

@@ -50,17 +50,20 @@ def test_cuts_count_what_goes_and_comes_in_place_of_state(model, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "times"), [("1f1b", 3), ("2bw", 4)])
-def test_what_goes_and_comes_takes_more_than_the_state_of_adam(model, schedule, times):
-    """The documents say by how much; a change that needs less memory changes them, and what cuts count."""
+def test_what_goes_and_comes_takes_more_than_the_state_of_adam(tmp_path, schedule, times):
+    """The documents say by how much; a change that needs less memory changes them, and what cuts count. Messages of
+    less than a megabyte are held for longer."""
+    model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [512] * 9, batch=4))
 
     def row(**options):
         plan = ps.plan(
-            model, Cluster.local(3), training(microbatches=4), schedule=schedule, split_at=["fc4.product"], **options
+            model, Cluster.local(3), training(microbatches=4), schedule=schedule, split_at=["fc5.product"], **options
         )
         return measure_memory(plan.module)[0]
 
     here, away = row(devices=[["cpu:0"], ["cpu:1"]]), row(update_on="cpu:2")
-    assert (away.state, here.state) == (0, 2 * here.gradients)
+    assert away.state == 0
+    assert here.state == pytest.approx(2 * here.gradients, rel=1e-3)
     assert (away.peak - (here.peak - here.state)) / here.gradients == pytest.approx(times, rel=0.05)
 
 
@@ -91,7 +94,7 @@ def test_the_planner_leaves_devices_to_updates(model):
 def test_the_planner_takes_the_schedule_that_is_fastest_with_updates_elsewhere(model):
     """Formulas count no update; the simulation of all does, and 2bw hides a slow one."""
     cluster = Cluster.local(4)
-    slow = [replace(d, bandwidth=d.bandwidth / 20) if d.name == UPDATER else d for d in cluster.devices]
+    slow = [replace(d, bandwidth=d.bandwidth / 8) if d.name == UPDATER else d for d in cluster.devices]
     cluster = replace(cluster, devices=tuple(slow))
     steps = {kind: best(model, cluster, (kind,), update_on=UPDATER).predicted.step for kind in ("1f1b", "2bw")}
     assert steps["2bw"] < 0.8 * steps["1f1b"]

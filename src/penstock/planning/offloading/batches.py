@@ -58,6 +58,8 @@ def fastest_of_memories(
             errors.append(error)
             continue
         assert plan.search is not None
+        # The reasons against plans of this search, as they are carried out.
+        reasons = dict[str, str]()
         for search in _by_speed(plan.search):
             if search.plan in known:
                 # What was refused is refused again, and what was carried out is no faster in another search.
@@ -69,10 +71,11 @@ def fastest_of_memories(
                 plan = carried_out(search)
             except (DoesNotFit, UsageError, VerifyError) as error:
                 errors.append(error)
+                reasons.setdefault(search.plan.schedule, str(error))
                 continue
             done.add(search.plan)
             if best is None or plan.predicted.step < best.predicted.step:
-                best = replace(plan, search=_compared(search, part, every))
+                best = replace(plan, search=replace(_compared(search, part, every), refused=dict(reasons)))
             if not every:
                 break
     if best is None:

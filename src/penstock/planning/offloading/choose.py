@@ -31,6 +31,8 @@ from .prices import FatePrice, FatePrices
 _DEFAULTS = PlanOptions(offload=AUTO)
 # Plans whose steps differ by a smaller part are as fast: the one that moves less is taken.
 _SAME = 5e-4
+# The bytes of a device that everything fits on, which has a limit all the same, as moves depend on that.
+_ENDLESS = 1 << 60
 # Kinds that move all that others move: what is refused of these is refused of them.
 _PARTS = {"both": ("state", "activations"), "all": ("weights",)}
 
@@ -97,13 +99,30 @@ class _Trials:
         try:
             plan = self._made(options, head, self.cluster)
         except DoesNotFit as error:
-            reason = "" if error.needs else _first_line(error.what)
-            return FatePrice(offload, mode, None, error.needs, again=mode != "none", refused=reason), None
+            needs, reason = error.needs, "" if error.needs else _first_line(error.what)
+            if needs and (reason := self._without_room(options, head)):
+                needs = {}
+            return FatePrice(offload, mode, None, needs, again=mode != "none", refused=reason), None
         except (UsageError, VerifyError) as error:
             if offload == "none":
                 raise
             return FatePrice(offload, mode, None, {}, again=mode != "none", refused=_first_line(error.what)), None
         return _price_of(plan, offload, mode), plan
+
+    def _without_room(self, options: PlanOptions, head: PreparedModel) -> str:
+        """Return why a setting would fit no device of any memory: spaces have too little room for what it moves. It is
+        empty where they have enough."""
+        if options.offload == "none" or not _has_limited_spaces(self.cluster):
+            return ""
+        endless = [
+            replace(d, spaces=((d.spaces[0][0], _ENDLESS), *d.spaces[1:])) if d.spaces else d
+            for d in self.cluster.devices
+        ]
+        try:
+            self._made(options, head, replace(self.cluster, devices=tuple(endless)))
+        except DoesNotFit as error:
+            return _first_line(error.what)
+        return ""
 
     def _made(self, options: PlanOptions, head: PreparedModel, cluster: Cluster) -> Plan:
         name = f"--offload {options.offload}, --recompute {options.recompute}"
@@ -117,6 +136,10 @@ class _Trials:
         spill = "" if price.offload == "none" else self.options.spill
         options = replace(self.options, offload=price.offload, recompute=price.recompute, spill=spill)
         return plan_model(self.model, self.cluster, self.training, options, self.feedback)
+
+
+def _has_limited_spaces(cluster: Cluster) -> bool:
+    return any(space.bytes for space in cluster.spaces) or any(d.spaces[1:] for d in cluster.devices)
 
 
 def _of_trial(name: str, progress: ProgressHook) -> ProgressHook:
