@@ -8,6 +8,8 @@ numbers that the stages agree on (the norm of the whole gradient). That holds if
     equal names     what copies are computed from, and what follows from what stages hand out, is computed in the same
                     way on all of them, from the same values in the same order
     equal writes    a variable without a stage is written by every stage that touches it, with the same value
+    equal sums      what several stages add to a variable that is no gradient of a parameter, each for itself, is the
+                    same value
     whole sums      the gradient of a parameter that several stages update contains the parts of all stages that add
                     to it
     one decision    every new value of a parameter or of its state depends on what N of every stage hands out
@@ -20,7 +22,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from penstock.ir.action_kinds import NORM_PARTS, PARTS, UPDATE
-from penstock.ir.graph import ANNOTATIONS, GRAD, STATE, Graph, Module, Op, Value, stepped_vars, touched_vars
+from penstock.ir.graph import (
+    ANNOTATIONS,
+    GRAD,
+    STATE,
+    Graph,
+    Module,
+    Op,
+    Value,
+    stepped_vars,
+    touched_vars,
+)
 from penstock.ir.schedule import ADDERS, VERSIONED
 
 from .problems import Problem, op_window
@@ -30,6 +42,7 @@ def check_agreement(module: Module) -> Iterator[Problem]:
     updates = {s.index: graph for s in module.stages if (graph := module.stage_graph(s.index, UPDATE))}
     yield from _check_names(module, updates)
     yield from _check_writes(module, updates)
+    yield from _check_equal_sums(module)
     yield from _check_sums(module, updates)
     yield from _check_decisions(module, updates)
     yield from _check_parts(module)
@@ -94,6 +107,21 @@ def _check_writes(module: Module, updates: Mapping[int, Graph]) -> Iterator[Prob
 def _read_by(module: Module, stage: int) -> set[str]:
     """Return the variables that a stage reads."""
     return {name for kind in VERSIONED for name in touched_vars(module.stage_graph(stage, kind), "read")}
+
+
+def _check_equal_sums(module: Module) -> Iterator[Problem]:
+    first: dict[str, tuple[Graph, list[tuple[object, ...]]]] = {}
+    for stage in (s.index for s in module.stages):
+        for graph in (graph for kind in ADDERS if (graph := module.stage_graph(stage, kind)) is not None):
+            for i, op in enumerate(graph.ops):
+                if op.kind != "accum" or module.vars[op.var].stage is not None or op.var.endswith(".grad"):
+                    continue
+                needed = _behind(graph, op.ins)
+                addends = [_definition(other) for other in graph.ops if any(v.name in needed for v in other.outs)]
+                other, definitions = first.setdefault(op.var, (graph, addends))
+                if definitions != addends:
+                    what = f"adds otherwise to @{op.var} than @{other.name}; each stage adds the same, for itself"
+                    yield Problem(f"@{graph.name} op {i} (accum)", what, op_window(graph, i))
 
 
 def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:

@@ -331,9 +331,9 @@ def _backward_stages(
 ) -> dict[int, int]:
     """Return the stages of backward operations. An operation runs on the stage of its forward operation, a sum of
     gradients on the lowest stage among its operands. An `accum` runs on the parameter's stage if it has one, or on the
-    `earliest` of several where the gradient depends on variables only. Forward values that are computed again get no
-    stage: they are computed where they are used."""
-    anywhere = from_state_alone(backward) | again
+    `earliest` of several where the gradient depends on variables only. What is no gradient of a parameter is added on
+    all stages. Forward values that are computed again get no stage: they are computed where they are used."""
+    anywhere, params = from_state_alone(backward) | again, {name for name, var in vars.items() if var.role == PARAM}
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
     for op in backward.ops:
@@ -343,6 +343,8 @@ def _backward_stages(
             stage = by_name[str(op.attrs["of"])]
         elif op.kind == "accum" and (home := vars[op.var].stage) is not None:
             stage = home
+        elif op.kind == "accum" and _owner(vars[op.var]) not in params:
+            continue
         else:
             stage = min((made_on[v] for v in op.ins if v in made_on), default=earliest.get(str(op.attrs.get("var")), 0))
         stages[id(op)] = stage

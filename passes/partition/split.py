@@ -1,9 +1,10 @@
 """Lower `stage=` annotations: graphs F, B, N and U become one graph per stage, s0.F, s0.B, s0.U, s1.F, ...
 
 A value that another stage uses leaves its stage as a result and enters the other as an input under the same name;
-`communicate` wires them later. Operations without a stage are copied into every stage that uses their results. A
-backward operation on stage s that needs a forward value finds it in stage s: made there, or received there by the
-forward pass, and saved for the microbatch, or made again there.
+`communicate` wires them later. Operations without a stage are copied into every stage that uses their results. What is
+added to a variable without a stage is added on every stage whose update takes it. A backward operation on stage s that
+needs a forward value finds it in stage s: made there, or received there by the forward pass, and saved for the
+microbatch, or made again there.
 
 passes/training/shared_gradients.py lowers the exchanges once per batch (graphs P and N).
 
@@ -13,10 +14,10 @@ Invariant: taken together, the stage graphs hold every annotated operation exact
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.ir.graph import GRAD, Graph, Module, Op, Value, made_values, touched_vars
-from penstock.passes.training.shared_gradients import apart, exchange
+from penstock.passes.training.shared_gradients import apart, exchange, for_themselves
 from penstock.support.errors import VerifyError
 
 from .chain import forward_graph
@@ -34,22 +35,33 @@ def split(module: Module, options: SplitOptions) -> Module:
     graphs = {name: g for name, g in module.graphs.items() if name not in (forward.name, "B", "N", "U")}
     saved: dict[int, tuple[Value, ...]] = {}
     backward_parts: dict[int, Graph] = {}
-    owner = _owners(forward, stages)
+    owner, alone = _owners(forward, stages), set[str]()
+    gradient_owner: dict[Value, int] = {}
     if backward is not None:
         backward = apart(
             backward, (name for name, var in module.vars.items() if var.role == GRAD and var.stage is None)
         )
+        alone = for_themselves(backward)
         gradient_owner = _owners(backward, stages)
         for stage in stages:
-            part, saved[stage] = _backward_part(backward, stage, gradient_owner, forward, owner)
+            part, saved[stage] = _backward_part(_without(backward, alone), stage, gradient_owner, forward, owner)
             backward_parts[stage] = part
     wanted = {stage: _wanted(forward, stage, owner, saved.get(stage, ())) for stage in stages}
     forward_parts = {stage: _forward_part(forward, stage, owner, wanted, saved.get(stage, ())) for stage in stages}
     ends: dict[int, list[Graph]] = {}
     if update is not None:
-        read = {s: touched_vars(forward_parts[s], "read") | touched_vars(backward_parts[s], "read") for s in stages}
         reported = {s: update.outs if forward.outs[0] in _own_outs(forward, s, owner) else () for s in stages}
-        updates = {s: _update_part(update, s, read[s], reported[s]) for s in stages}
+
+        def updated(stage: int) -> Graph:
+            read = touched_vars(forward_parts[stage], "read") | touched_vars(backward_parts[stage], "read")
+            return _update_part(update, stage, read, reported[stage])
+
+        updates = {s: updated(s) for s in stages}
+        for stage in (s for s in stages if alone & touched_vars(updates[s], "take")):
+            # Its update needs what every stage adds for itself.
+            assert backward is not None, "what updates take, backward adds"
+            backward_parts[stage], _ = _backward_part(backward, stage, gradient_owner, forward, owner)
+            updates[stage] = updated(stage)
         norms = (
             {s: part for s in stages if (part := _norm_part(module.graphs["N"], s)).ops} if "N" in module.graphs else {}
         )
@@ -64,6 +76,13 @@ def split(module: Module, options: SplitOptions) -> Module:
     # Sums over stages are values in stage graphs.
     sums = {op.var for op in module.graphs["N"].ops if op.kind == "accum"} if "N" in module.graphs else set()
     return module.but(graphs=graphs, vars={name: var for name, var in module.vars.items() if name not in sums})
+
+
+def _without(backward: Graph, names: set[str]) -> Graph:
+    """Return the backward graph without what is added to some variables."""
+    if not names:
+        return backward
+    return replace(backward, ops=tuple(op for op in backward.ops if op.kind != "accum" or op.var not in names))
 
 
 def _owners(graph: Graph, stages: list[int]) -> dict[Value, int]:

@@ -6,15 +6,16 @@ In: `main`, whose output `module.outputs[0]` is the scalar loss of one microbatc
     B    takes exactly what F saves, in that order; adds to @w.grad the gradient of loss / microbatches, once per
          parameter; no results
 
-With `loss_scale` the gradient is that of the loss times @loss.scale, divided by it before it is added. So after the
-`microbatches` of a batch @w.grad holds the gradient of the mean loss. Parameters are the variables with role param;
-nothing is computed for other variables. The gradient of %x is called %x.grad (or it is the very value that was passed
-on, as by `add`), partial sums %x.grad.N, helpers %y.vjp.N. Gradients of a value with several uses are added in reverse
-order of use.
+After the `microbatches` of a batch @w.grad holds the gradient of the mean loss. With `loss_scale` each gradient is that
+of the loss times @loss.scale / microbatches, a factor that is added to @loss.scale.sum. So the gradient of the mean
+loss is @w.grad / @loss.scale.sum, whichever versions of the scale were used. Updates divide, once a batch, and a
+product that makes a gradient adds to it directly. Parameters are the variables with role param; nothing is computed for
+other variables. The gradient of %x is called %x.grad (or it is the very value that was passed on, as by `add`), partial
+sums %x.grad.N, helpers %y.vjp.N. Gradients of a value with several uses are added in reverse order of use.
 
 Every operation of B carries the loc of its forward operation, and `of=` names that operation's first result. Without
 `of` are: constants and values that depend on constants and variables only (any stage can compute them), sums of
-gradients, and `accum`.
+gradients, and `accum`. What is added to @loss.scale.sum depends on variables only, and every stage adds it for itself.
 
 F saves what B needs, except values that depend on constants and variables only, and layout changes, which cost nothing
 where they are read. The former are computed again in B (a read in B gives the version that F read). For the latter:
@@ -48,8 +49,9 @@ from penstock.support.words import itemised
 
 from .vjp import FLAT, STATISTICS, STOPS, VJP, sum_to
 
-# The variable of the loss scale, the factor on all gradients; state, which the update may change.
-LOSS_SCALE = "loss.scale"
+# The variable of the loss scale, the factor on all gradients; state, which the update may change. And the sum of the
+# factors of a batch.
+LOSS_SCALE, SCALE_SUM = "loss.scale", "loss.scale.sum"
 
 
 def is_repeated(op: Op) -> bool:
@@ -64,7 +66,7 @@ class AutodiffOptions:
     """Options of `autodiff`.
 
     `microbatches` are those per batch: the loss of each counts 1 / microbatches. `loss_scale` is the first factor on
-    gradients, which are divided by it where they are accumulated; 0 for none.
+    gradients, which updates divide by; 0 for none.
     """
 
     microbatches: int = 1
@@ -90,8 +92,12 @@ def autodiff(module: Module, options: AutodiffOptions) -> Module:
     backward, saved = builder.finish()
     forward = Graph("F", main.ins, main.outs, main.ops, saved)
     reached = builder.accumulated
+    scalar = TensorType("f32", ())
     scale = (
-        {LOSS_SCALE: Var(LOSS_SCALE, TensorType("f32", ()), STATE, init=(options.loss_scale,))}
+        {
+            LOSS_SCALE: Var(LOSS_SCALE, scalar, STATE, init=(options.loss_scale,)),
+            SCALE_SUM: Var(SCALE_SUM, scalar, GRAD, init="zeros"),
+        }
         if options.loss_scale
         else {}
     )
@@ -218,8 +224,6 @@ class _Backward:
         self.grads: dict[Value, Value] = {}
         self.accumulated: list[str] = []
         self.constants: dict[tuple[float, str], Value] = {}
-        self.scale: Value | None = None
-        self.unscaling: dict[str, Value] = {}
         self.origin: Op | None = None
 
     # emitting: the interface of gradient rules
@@ -305,9 +309,10 @@ class _Backward:
             complete_at.setdefault(min(first_use.get(v, 0) for v in values), []).append(name)
         self.grads[loss] = self.emit("const", value=seed, dtype=loss.type.dtype)
         if scaled:
-            self.scale = self._new("loss.scale", TensorType("f32", ()))
-            self.ops.append(Op("read", (), (self.scale,), {"var": LOSS_SCALE}))
-            self.grads[loss] = self.emit("mul", self.grads[loss], self._like(self.scale, loss))
+            scale = self._new("loss.scale", TensorType("f32", ()))
+            self.ops.append(Op("read", (), (scale,), {"var": LOSS_SCALE}))
+            factor = self.grads[loss] = self.emit("mul", self.grads[loss], self._like(scale, loss))
+            self.ops.append(Op("accum", (self._like(factor, scale),), (), {"var": SCALE_SUM}))
         for i in reversed(range(len(self.main.ops))):
             op = self.main.ops[i]
             if op.kind in VJP and self.differentiated.intersection(op.outs):
@@ -357,16 +362,6 @@ class _Backward:
     def _like(self, scalar: Value, value: Value) -> Value:
         return scalar if scalar.type.dtype == value.type.dtype else self.emit("cast", scalar, dtype=value.type.dtype)
 
-    def _unscaled(self, grad: Value) -> Value:
-        """Return the gradient of the loss itself, from that of the scaled one. The scale is a power of two."""
-        if self.scale is None:
-            return grad
-        dtype = grad.type.dtype
-        if dtype not in self.unscaling:
-            scale = self._like(self.scale, grad)
-            self.unscaling[dtype] = self.emit("div", self.scalar(1.0, scale), scale)
-        return self.emit("mul", grad, self.unscaling[dtype])
-
     def _accumulate(self, name: str, reads: list[Value]) -> None:
         """Add the gradient of one parameter, over all its reads, to its variable."""
         for other in reads[:0:-1]:
@@ -375,7 +370,7 @@ class _Backward:
                 self._contribute(reads[0], grad)
         total = self._complete(reads[0])
         if total is not None:
-            self.ops.append(Op("accum", (self._unscaled(total),), (), {"var": f"{name}.grad"}, self._loc_of(reads[0])))
+            self.ops.append(Op("accum", (total,), (), {"var": f"{name}.grad"}, self._loc_of(reads[0])))
             self.accumulated.append(name)
 
     # naming

@@ -10,10 +10,10 @@ scale by the same factor. The squares of one parameter are added up in the eleme
 parameters in float64. In float32 the squares of a parameter may add up to more than 3.4e38 (one element above 1.8e19,
 or many smaller ones). The norm then counts as infinite.
 
-With a loss scale (`autodiff{loss_scale=...}`; for f16, whose small gradients would vanish) gradients are divided by it
-as they are accumulated, so the norm is that of the true gradient. The scale is halved by every update that is skipped,
-and doubled after `grow_every` updates in a row that are not. It has versions, like a parameter, because each backward
-must use one value from beginning to end.
+With a loss scale (`autodiff{loss_scale=...}`; for f16, whose small gradients would vanish) N adds up the squares of
+gradients times the scale. U divides their sum, so the norm is that of the true gradient. The scale is halved by every
+update that is skipped, and doubled after `grow_every` updates in a row that are not. It has versions, like a parameter,
+because each backward must use one value from beginning to end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
 
-from .autodiff import LOSS_SCALE
+from .autodiff import LOSS_SCALE, SCALE_SUM
 from .optimizer import STEP
 
 SQUARES, GOOD = "gradients.squares", "loss.scale.good"
@@ -74,7 +74,7 @@ def _norm(module: Module, update: Graph) -> Graph:
         ops.append(make(kind, ins, [namer.fresh(base)], **attrs))
         return ops[-1].outs[0]
 
-    for take in (op for op in update.ops if op.kind == "take"):
+    for take in (op for op in update.ops if op.kind == "take" and op.var != SCALE_SUM):
         grad = Value(namer.fresh(f"{take.var}.sum"), take.outs[0].type)
         ops.append(Op("read", (), (grad,), {"var": take.var}))
         total = emit("mul", grad, grad, base=f"{take.var}.square")
@@ -99,13 +99,16 @@ class _Guard:
         self.factors: dict[str, Value] = {}
 
     def run(self) -> Graph:
-        squares = self._state("take", SQUARES, _SCALAR)
+        scaled, factors = self._state("take", SQUARES, _SCALAR), self._factors()
+        squares = scaled if factors is None else self._unscaled(scaled, factors)
         norm = self._emit("sqrt", squares, base=NORM)
         self.finite = self._emit("less", squares, self._number(float("inf"), "f64"), base="gradient.finite")
         self.wide = self._factor(norm)
         table: dict[Value, Value] = {}
         held = {op.var: op.outs[0] for op in self.update.ops if op.kind == "read"}
         for op in self.update.ops:
+            if factors is not None and op.outs == (factors,):
+                continue
             op = op.with_ins(substitute(op.ins, table))
             if op.kind == "write" and op.var != STEP:
                 old = held.get(op.var) or self._state("read", op.var, op.ins[0].type)
@@ -123,6 +126,20 @@ class _Guard:
         if LOSS_SCALE in self.module.vars:
             self._adapt()
         return Graph(self.update.name, self.update.ins, (*self.update.outs, norm), tuple(self.ops), self.update.saved)
+
+    def _factors(self) -> Value | None:
+        """Take the sum of the factors on the loss, ahead of the rest of the update; None without a loss scale."""
+        take = next((op for op in self.update.ops if op.kind == "take" and op.var == SCALE_SUM), None)
+        if take is None:
+            return None
+        self.ops.append(take)
+        return take.outs[0]
+
+    def _unscaled(self, squares: Value, factors: Value) -> Value:
+        """Divide the sum of squares by the square of the factor on gradients."""
+        wide = self._emit("cast", factors, base=f"{SCALE_SUM}.wide", dtype="f64")
+        root = self._emit("div", squares, wide, base=f"{SQUARES}.unscaled")
+        return self._emit("div", root, wide, base=f"{SQUARES}.unscaled")
 
     def _factor(self, norm: Value) -> Value | None:
         """Emit the factor on gradients, at most 1."""

@@ -10,12 +10,13 @@ In: a differentiated module. Out: graph U, and state variables beside each param
     lion       sgd whose gradient is sign(beta1 * m + (1 - beta1) * g)        @w.lion
     muon       sgd whose gradient is orthogonal(m), for matrices              @w.muon; adamw for all that is no matrix
 
-g is the content of @w.grad, the gradient of the mean loss of the batch; `take` leaves it zero. State is read and
-written here alone, so one copy of it is enough under every schedule. Two counters: @step is the number of batches,
-which the learning rate follows; @updates the number n of updates, which bias corrections follow. The rate is data, read
-from @lr and @lr.curve (ir/training/rates.py), and so is the factor on it for some parameters, @lr.factor. Scalars are
-computed in float64, once for all parameters of a rank, and rounded to the element type of the parameter. Every gradient
-comes through `_gradient`, every new value goes through `_write`.
+g is the content of @w.grad, the gradient of the mean loss of the batch; `take` leaves it zero. Where the loss is
+scaled, it is divided by @loss.scale.sum here, which changes no bit if the number of microbatches is a power of two.
+State is read and written here alone, so one copy of it is enough under every schedule. Two counters: @step is the
+number of batches, which the learning rate follows; @updates the number n of updates, which bias corrections follow. The
+rate is data, read from @lr and @lr.curve (ir/training/rates.py), and so is the factor on it for some parameters,
+@lr.factor. Scalars are computed in float64, once for all parameters of a rank, and rounded to the element type of the
+parameter. Every gradient comes through `_gradient`, every new value goes through `_write`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from penstock.ir.training.optimizers import (
 from penstock.ir.training.rates import COLUMNS, CURVE, LR, ROWS, Rate, parse_rate
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
+
+from .autodiff import SCALE_SUM
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -124,6 +127,7 @@ class _Update:
         self.shared_values: dict[tuple[object, ...], Value] = {}
         self.tail: list[Op] = []
         self.lr, self.rate, self.tables = lr, rate, Namer()
+        self.is_scaled = SCALE_SUM in module.vars
 
     def update(self, param: Var, optimizer: Optimizer, factor: float) -> None:
         """Emit the operations of one parameter: read, take, step, write."""
@@ -247,7 +251,19 @@ class _Update:
 
     def _gradient(self, param: Var) -> Value:
         """Emit the read of the gradient of the batch."""
-        return self._read("take", f"{param.name}.grad", f"{param.name}.total", param.type)
+        total = self._read("take", f"{param.name}.grad", f"{param.name}.total", param.type)
+        if not self.is_scaled:
+            return total
+        dtype = param.type.dtype
+        inverse = self._once(("inverse", dtype), lambda: self._inverse(dtype))
+        return self._one("mul", total, inverse, base=f"{param.name}.unscaled")
+
+    def _inverse(self, dtype: str) -> Value:
+        """Return one over the sum of the factors on the loss of a batch, in an element type."""
+        scalar = TensorType("f32", ())
+        total = self._once(("factors",), lambda: self._read("take", SCALE_SUM, SCALE_SUM, scalar))
+        wide = total if dtype == "f32" else self._one("cast", total, base=SCALE_SUM, dtype=dtype)
+        return self._one("div", self._number(1.0, dtype), wide, base=f"{SCALE_SUM}.inverse")
 
     def _write(self, var: str, value: Value) -> None:
         """Emit the write of a parameter or of its state."""

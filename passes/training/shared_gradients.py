@@ -10,6 +10,9 @@ In: the graphs of the whole model, annotated with stages, where a variable with 
 Out, per stage: P returns the parts of the first kind, N of the second; where N or U needs the sum it adds up the parts
 of all stages, in the order of stages. So every copy is updated by the same numbers, and copies stay equal bit by bit.
 
+What every stage adds for itself (`for_themselves`), the factors on the loss, is no part of a sum, and stays where it
+is.
+
 A value may be summed before it gets to the variable, or go through a cast or a change of layout on the way there.
 `apart` divides it by stage again. So no gradient travels with every microbatch.
 """
@@ -26,9 +29,14 @@ from penstock.ir.ops import integer
 _LINEAR = ("cast", "reshape", "transpose")
 
 
+def for_themselves(backward: Graph) -> set[str]:
+    """Return the variables to which every stage adds the same value, for itself."""
+    return {op.var for op in backward.ops if op.kind == "accum" and "stage" not in op.attrs}
+
+
 def apart(backward: Graph, shared: Iterable[str]) -> Graph:
     """Rewrite the backward graph so that every stage adds its part to a shared gradient."""
-    names = set(shared)
+    names = set(shared) - for_themselves(backward)
     if not any(op.kind == "accum" and op.var in names for op in backward.ops):
         return backward
     namer, makers, ops = Namer.of(backward), backward.producers(), list[Op]()
@@ -97,6 +105,7 @@ def exchange(
             for name in touched_vars(graph, "take", "read"):
                 users.setdefault(name, set()).add(stage)
     shared = {name for name, var in module.vars.items() if var.role == GRAD and var.stage is None}
+    shared -= for_themselves(module.graphs["B"])
     early = {name: [s for s, names in added.items() if name in names] for name in shared}
     # A gradient that is summed and used on one stage only needs no exchange.
     early = {

@@ -88,7 +88,9 @@ def zero(module: Module, options: ZeroOptions) -> Module:
     for stage in stages:
         updates = list(_updates(module, stage, options.level))
         held = {
-            name for name, var in module.vars.items() if var.role == GRAD and var.name in summed_vars(module, stage)
+            name
+            for name, var in module.vars.items()
+            if var.role == GRAD and name.endswith(".grad") and name in summed_vars(module, stage)
         }
         summed += sum(update.summed for update in updates)
         left += len(held - {update.grad for update in updates})

@@ -76,6 +76,7 @@ class Slopes:
             gradient = store.arrays.get(f"{name}.grad")
             if var.role == PARAM and var.type.dtype in FLOATS and gradient is not None:
                 at = start.arrays[name]
+                gradient = gradient / self.trial.loss_scale
                 error = self._error(f"@{name}.grad", gradient, at, partial(self._loss_with, name, at))
                 if not error <= ALLOWED.error:
                     yield f"@{name}.grad", error
@@ -91,7 +92,7 @@ class Slopes:
             if key[1] or name not in values or not key[2].endswith(".grad") or ("B", 0, f"{key[2]}.1") in seen.values:
                 continue
             value = values[name]
-            # In the middle of the graph derivatives are those of the scaled loss; accumulated gradients are not.
+            # Derivatives are those of the scaled loss.
             error = self._error(
                 f"%{key[2]}",
                 array / self.trial.loss_scale,

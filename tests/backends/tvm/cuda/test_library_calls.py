@@ -68,12 +68,20 @@ def contractions(module: Module) -> list[tuple[Op, bool]]:
     return result
 
 
+def products_added(module: Module) -> int:
+    """The products that a library adds to a variable, in the call that makes them."""
+    steps = [s for g in module.graphs.values() if "." in g.name for s in plan_kernels(g, device_machine("sm_90")).steps]
+    calls = [step for step in steps if isinstance(step.kernel.function, LibraryCall)]
+    return sum(any(op.kind == "accum" for op in step.group.ops) for step in calls)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("precision", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_large_contraction_is_a_library_call(model: str, precision: str, training: bool, tmp_path: Path) -> None:
     module = planned(tmp_path, model, precision, training)
     made = contractions(module)
+    assert not training or products_added(module) >= (1 if model == "resnet" else 9)
     large = [(op, called) for op, called in made if cost_of(op).flops > LARGE]
     assert not [f"{op.kind} at {op.loc}" for op, called in large if not called]
     # The models are large enough to say something.

@@ -142,7 +142,8 @@ def test_products_of_16_bits_have_sizes_that_are_multiples_of_8(x: Any, y: Any, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "columns", "wanted"), [("bf16", 96, ["addmm"]), ("f32", 96, ["addmm"]), ("bf16", 91, ["mm", "add_"])]
+    ("dtype", "columns", "wanted"),
+    [("bf16", 96, ["addmm"]), ("f16", 96, ["addmm"]), ("f32", 96, ["addmm"]), ("bf16", 91, ["mm", "add_"])],
 )
 def test_a_product_is_added_to_a_variable_in_one_call(dtype: str, columns: int, wanted: list[str]) -> None:
     """In float32 throughout; with zeros around it, in two calls."""
