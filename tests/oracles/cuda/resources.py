@@ -13,7 +13,9 @@ from penstock.backends.tvm.cuda.resources import KernelResources, resources_of
 
 MOST_REGISTERS = 64
 # Their sums live in registers.
-PRODUCTS = frozenset(("matmul", "conv", "conv_grad_input", "conv_grad_weight", "attention", "attention_grad"))
+PRODUCTS = frozenset(
+    ("matmul", "matmul_q", "conv", "conv_grad_input", "conv_grad_weight", "attention", "attention_grad")
+)
 
 
 def excesses(rows: Iterable[KernelResources]) -> list[str]:
