@@ -28,6 +28,7 @@ from penstock.ir.memory.update_parts import update_parts
 from penstock.support.errors import VerifyError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 # A report of jobs done, jobs in total, and the job that is under way.
@@ -92,6 +93,12 @@ class StageProgram(Protocol):
     def bind(self, graph: str, slots: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """Return a graph as a function of its inputs alone, with these tensors as its slots. They are checked once, and
         must stay where they are. What `hold` derived from them is used. Any thread may call it, one at a time."""
+
+    def bind_arrays(
+        self, graph: str, slots: Sequence[torch.Tensor]
+    ) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]] | None:
+        """Return what `bind` does as a function of arrays, which gives arrays. They must have the types of the graph's
+        inputs, and be in C order, aligned, writable and not empty. None where arrays have to become tensors."""
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,9 @@ class NumpyProgram:
         """Return a graph as a function of its inputs alone."""
         return lambda ins: self.call(graph, [*ins, *slots])
 
+    def bind_arrays(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+        """Return None: values are checked as tensors."""
+
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
         """Run a graph; NumPy does not tell what memory it takes."""
         return self.call(graph, args), None

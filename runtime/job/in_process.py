@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ from penstock.support.errors import DoesNotFit
 from .requests import RequestPart, SampleLayout, Ticket
 from .texts import GeneratesText, generator_of
 
+_T = TypeVar("_T")
+
 
 class _Input(NamedTuple):
     """An input as callers name it, and what its arrays must be."""
@@ -69,13 +71,18 @@ class _Input(NamedTuple):
     # Makes a tensor over the memory of an array.
     over: Callable[[np.ndarray], torch.Tensor]
 
+    def array(self, given: Any) -> np.ndarray | None:
+        """Return an array that a caller gives, or a copy in C order. None where it does not fit."""
+        if type(given) is not np.ndarray or given.dtype != self.dtype or given.shape != self.dims:
+            return None
+        array = given if given.flags.carray else given.copy(order="C")
+        return array if self.bounds is None or self._in_range(array) else None
+
     def tensor(self, given: Any) -> torch.Tensor | None:
         """Return what a caller gives as a tensor, over its own memory where that can be. None where it does not fit."""
         if isinstance(given, np.ndarray):
-            if given.dtype != self.dtype or given.shape != self.dims:
-                return None
-            array = given if given.flags.carray else given.copy(order="C")
-            return self.over(array) if self.bounds is None or self._in_range(array) else None
+            array = self.array(given.view(np.ndarray))
+            return None if array is None else self.over(array)
         if isinstance(given, torch.Tensor):
             if not given.is_cpu or given.dtype != self.like or given.shape != self.dims:
                 return None
@@ -153,6 +160,9 @@ class LoadedModel(GeneratesText):
         self._order = [None if v.name == MICROBATCH else (places | origin | sizes)[v.name] for v in called.ins]
         # Inputs that are the graph's as they are: a call of a small model takes as long as a few lines.
         self._plain = self._device.type == "cpu" and self._order == list(range(len(self._inputs)))
+        # Then arrays need not become tensors on their way to the graph, unless the number of the microbatch does.
+        fits = self._plain and all(value.type.size for value in module.data_inputs)
+        self._call_arrays = program.bind_arrays(name, self._slots) if fits else None
         self._origin = torch.tensor(0, dtype=torch.int64)
         self._full = tuple(torch.tensor(bound.size, dtype=torch.int64) for bound in module.bounds)
         results = [value.name for value in called.results]
@@ -181,10 +191,18 @@ class LoadedModel(GeneratesText):
 
     def answer(self, request: Any, live: Sequence[torch.Tensor]) -> Arrays:
         """Return all outputs for inputs that are padded: of each bounded dimension so much is the request's."""
-        tensors = self._fitting(request)
-        if tensors is None:
+        values = self._given(request)
+        if values is None:
             return self._answer(request, live)
-        results = self._run(tensors, None, live)
+        # Which results share memory is known behind the first call.
+        takes_arrays = self._call_arrays is not None and self._shared is not None
+        arrays = self._fitting(values, _Input.array) if takes_arrays else None
+        if arrays is not None:
+            results = self._run_arrays(arrays)
+        elif (tensors := self._fitting(values, _Input.tensor)) is not None:
+            results = self._run(tensors, None, live)
+        else:
+            return self._answer(request, live)
         return {
             outside: results[name][None] if name in self._scalars else results[name]
             for name, outside, _ in self._outputs
@@ -207,23 +225,24 @@ class LoadedModel(GeneratesText):
         """The generator of the bundle, with the rates of what it computed."""
         return generator_of(self.bundle, lambda rung, inputs: self.compute(inputs))
 
-    def _fitting(self, given: Any) -> list[torch.Tensor] | None:
-        """Return the tensors of a request of one microbatch; None if any of it does not fit as it is."""
-        if isinstance(given, Mapping):
-            values: Sequence[Any] = [given.get(one.outside) for one in self._inputs]
-            count = len(given)
+    def _given(self, request: Any) -> Sequence[Any] | None:
+        """Return what a request has for each input, in order; None if there are more or fewer."""
+        if isinstance(request, Mapping):
+            values: Sequence[Any] = [request.get(one.outside) for one in self._inputs]
         else:
-            values = given if isinstance(given, list | tuple) else (given,)
-            count = len(values)
-        if count != len(self._inputs):
-            return None
-        tensors = []
+            values = request if isinstance(request, list | tuple) else (request,)
+        count = len(request) if isinstance(request, Mapping) else len(values)
+        return values if count == len(self._inputs) else None
+
+    def _fitting(self, values: Sequence[Any], fit: Callable[[_Input, Any], _T | None]) -> list[_T] | None:
+        """Return the values of one microbatch as arrays or as tensors; None if any does not fit as it is."""
+        fitting = []
         for one, value in zip(self._inputs, values, strict=True):
-            tensor = one.tensor(value)
-            if tensor is None:
+            fitted = fit(one, value)
+            if fitted is None:
                 return None
-            tensors.append(tensor)
-        return tensors
+            fitting.append(fitted)
+        return fitting
 
     def _answer(self, given: Any, live: Sequence[torch.Tensor]) -> Arrays:
         """Answer a request in microbatches, or say all that does not fit."""
@@ -233,6 +252,22 @@ class LoadedModel(GeneratesText):
             ticket.sent += part.samples
             ticket.take(part, self._computed(self.layout.microbatch([part]), None, live))
         return ticket.results()
+
+    def _run_arrays(self, arrays: Sequence[np.ndarray]) -> Arrays:
+        """Run the graph on arrays that are its inputs, one by one."""
+        assert self._call_arrays is not None
+        assert self._shared is not None
+        shared = self._shared
+        try:
+            with self._lock:
+                self._stage.microbatch += 1
+                results = self._call_arrays(arrays)
+            return {
+                name: results[place].copy() if place in shared else results[place] for name, _, place in self._outputs
+            }
+        except (RuntimeError, MemoryError) as error:
+            _tell_if_it_does_not_fit(error)
+            raise
 
     def _run(self, tensors: Sequence[torch.Tensor | None], mb: int | None, live: Sequence[torch.Tensor]) -> Arrays:
         try:
@@ -249,9 +284,7 @@ class LoadedModel(GeneratesText):
                 for (name, _, place), array in zip(self._outputs, self._arrays, strict=True)
             }
         except (RuntimeError, MemoryError) as error:
-            failure = describe_failure(error)
-            if failure.error == DoesNotFit.__name__:
-                raise DoesNotFit(failure.what, hint=failure.hint) from error
+            _tell_if_it_does_not_fit(error)
             raise
 
     def _graph_inputs(
@@ -266,6 +299,13 @@ class LoadedModel(GeneratesText):
 
     def _drawn(self, number: int) -> torch.Tensor:
         return tensor_of(number_of(number, self._ahead, self._key))
+
+
+def _tell_if_it_does_not_fit(error: Exception) -> None:
+    """Raise our own error in place of a library's for want of memory."""
+    failure = describe_failure(error)
+    if failure.error == DoesNotFit.__name__:
+        raise DoesNotFit(failure.what, hint=failure.hint) from error
 
 
 def _input(value: Value, outside: str, bounds: Range | None) -> _Input:

@@ -23,6 +23,8 @@ from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from penstock.backends.interface import Exchange, Temporary
 from penstock.backends.tvm.symbols import function_name, has_packed, pack_name
 from penstock.backends.tvm.tile_permission import allow_tiles
@@ -258,6 +260,30 @@ class TvmProgram:
             return self._results(returned, results, count)
 
         # A stage of one thread starts no others.
+        return call if self._threads == 1 else partial(call_from_lasting_thread, call)
+
+    def bind_arrays(
+        self, graph: str, slots: Sequence[torch.Tensor]
+    ) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]] | None:
+        """Return a graph as a function of arrays alone; None if it packs anew in each call, or if NumPy has not all of
+        its types. Tensors of torch on the way are code and memory that are in no cache behind a model's kernels."""
+        function, _, results, sig, *_ = self._entries[graph]
+        dtypes = {value.type.dtype for value in (*sig.ins, *sig.results)}
+        if self.boundary > 1 or self.device.type != "cpu" or "bf16" in dtypes or not sig.ins:
+            return None
+        ready = self._ready(graph, slots)
+        self._check_slots(graph, ready)
+        forms = self._forms.held(graph, ready) if graph in self._forms.graphs else []
+        if forms is None:
+            return None
+        hand_over, item = self._handed_over, self._item
+        held = [hand_over(x.detach()) for x in (*ready, *forms)]
+
+        def call(ins: Sequence[np.ndarray]) -> list[np.ndarray]:
+            returned = function(*map(hand_over, ins), *held)
+            parts = [returned] if results == 1 else [item(returned, i) for i in range(results)]
+            return [np.from_dlpack(part) for part in parts]
+
         return call if self._threads == 1 else partial(call_from_lasting_thread, call)
 
     def _ready(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

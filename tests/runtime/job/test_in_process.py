@@ -186,6 +186,26 @@ def test_arrays_that_cannot_be_used_where_they_lie(compiled):
             agree(model({name: given}), case.expected(inputs))
 
 
+@pytest.mark.parametrize("kind", WRITERS)
+def test_arrays_become_no_tensors_behind_the_first_call(kind, compiled, monkeypatch):
+    case = compiled(kind)
+    model = ps.load(case.bundle)
+    model(case.inputs(0))
+
+    def refuse(_: object) -> None:
+        raise VerifyError("tensors")
+
+    monkeypatch.setattr(model, "_call", refuse)
+    for seed in range(3):
+        inputs = case.inputs(seed)
+        found = model(inputs)
+        agree(found, case.expected(inputs))
+        assert all(type(array) is np.ndarray and array.flags.writeable for array in found.values())
+    # The control: what is a tensor stays one.
+    with pytest.raises(VerifyError):
+        model({name: torch.from_numpy(array) for name, array in inputs.items()})
+
+
 @pytest.mark.parametrize("backend", ["tvm", "numpy"])
 def test_outputs_are_the_callers(backend, tmp_path, monkeypatch):
     bundle, table = sharing(tmp_path, backend)
