@@ -5,7 +5,8 @@ which `0U1@2:c2` runs, and one for all that is left, `s0.U`, which runs last and
 new values of its variables are computed from, and nothing else. Scalars that several parts need are computed by each.
 
 A part takes gradients, and overwrites variables. So what no part but one may touch ties new values together: `clusters`
-lists the state that has to stay in one part.
+lists the state that has to stay in one part. A scalar that the update takes, such as the sum of loss scales, is read by
+all parts that need it, and taken by the last.
 """
 
 from __future__ import annotations
@@ -91,12 +92,19 @@ def _parts_of(module: Module, stage: int) -> dict[str, Graph]:
             raise VerifyError(f"{what} are made of {names} together, so they cannot be apart", where=f"@{update.name}")
         (places[items[0]] if items else left).update(group.places)
     parts: dict[str, Graph] = {}
+    common = _common(update)
+    left |= {i for numbers in places.values() for i in numbers if update.ops[i] in common}
     for item, numbers in places.items():
-        ops = tuple(op for i, op in enumerate(update.ops) if i in numbers)
+        ops = tuple(replace(op, kind="read") if op in common else op for i, op in enumerate(update.ops) if i in numbers)
         operands = {value for op in ops for value in op.ins}
         ins = tuple(value for value in update.ins if value in operands)
         parts[item] = Graph(f"{update.name}.{item}", ins, (), ops)
     return {**parts, LAST: replace(update, ops=tuple(op for i, op in enumerate(update.ops) if i in left))}
+
+
+def _common(update: Graph) -> list[Op]:
+    """Return the operations that take a scalar: parts may read it, as the last one takes it."""
+    return [op for op in update.ops if op.kind == "take" and not op.outs[0].type.rank]
 
 
 @dataclass(slots=True)
@@ -133,11 +141,11 @@ def _made(update: Graph) -> list[_Group]:
     ops, used = update.ops, {value for op in update.ops for value in op.ins}
     makers = {value: i for i, op in enumerate(ops) for value in op.outs}
     ends = [[i] for i, op in enumerate(ops) if op.kind == "write" or (op.kind == "take" and used.isdisjoint(op.outs))]
-    pieces = []
+    pieces, common = [], {op.var for op in _common(update)}
     for listed in [*ends, [makers[value] for value in update.outs if value in makers]]:
         places = _behind(ops, makers, listed)
         touched = {ops[i].var for i in places if "var" in ops[i].attrs}
-        pieces.append(_Group(places, touched, {ops[i].var for i in places if ops[i].kind == "take"}))
+        pieces.append(_Group(places, touched, {ops[i].var for i in places if ops[i].kind == "take"} - common))
     pieces[-1].has_results = True
     # A counter follows from no gradient. All parts may read it, because the last part writes it.
     written = {op.var for op in ops if op.kind == "write"}

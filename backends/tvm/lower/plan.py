@@ -59,7 +59,8 @@ class Lowered:
 
 
 def _snapshot_reads(graph: Graph) -> Graph:
-    """Copy values of variables that may change before the last use of the value, and those that are results."""
+    """Copy values of variables that may change before the last use of the value, and those that are results. So are
+    constants that kernels read from memory: a caller may write into a result."""
     changes: dict[str, list[int]] = {}
     for i, op in enumerate(graph.ops):
         if op.kind in EFFECTS:
@@ -71,12 +72,16 @@ def _snapshot_reads(graph: Graph) -> Graph:
     for i, op in enumerate(graph.ops):
         op = replace_ins(op, table)
         ops.append(op)
-        if op.kind not in ("read", "take"):
+        if is_table(op):
+            copied = op.outs[0] in graph.outs
+        elif op.kind in ("read", "take"):
+            changed = next((j for j in changes.get(op.var, ()) if j > i), None)
+            late = changed is not None and last_use.get(op.outs[0], i) > changed
+            copied = op.outs[0] in results or late
+        else:
             continue
-        value = op.outs[0]
-        changed = next((j for j in changes.get(op.var, ()) if j > i), None)
-        late = changed is not None and last_use.get(value, i) > changed
-        if value in results or late:
+        if copied:
+            value = op.outs[0]
             copy = Value(f"{value.name}.copy", value.type)
             ops.append(Op("reshape", (value,), (copy,), {"shape": value.type.shape}, op.loc))
             table[value] = copy

@@ -145,7 +145,10 @@ class Search:
             return Contribution(name, True, "unknown")
         if change.step is None:
             return Contribution(name, True, "needed", self.usual)
-        return Contribution(name, True, _effect(change.step / self.usual - 1), self.usual, change.step)
+        effect = _effect(change.step / self.usual - 1)
+        if change.bound and _effect(change.bound / self.usual - 1) != effect:
+            return Contribution(name, True, "unknown")
+        return Contribution(name, True, effect, self.usual, change.step)
 
     def _of_idle(self, name: str) -> Contribution:
         if little := next((line for line in self.little if line.startswith(f"{name} ")), ""):

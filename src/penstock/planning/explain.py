@@ -213,6 +213,11 @@ def argument(search: Search) -> Iterator[str]:
             f"planner: {alone}the fastest of {counted(simulated.tried, 'plan')} simulated: "
             f"{shown_seconds(simulated.step)} per batch"
         )
+    if search.with_moves:
+        yield (
+            "planner: these figures leave out what moves to other memory, and updates on other devices; the predicted "
+            "time of the plan counts them"
+        )
     yield from _packs(search)
     if search.more_memory > 1:
         yield (

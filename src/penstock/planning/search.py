@@ -176,7 +176,7 @@ class _Searching:
         spared, refined = self._improved(profile, result, wanted)
         packs = {} if result.stopped else self._packs(result, refined)
         if result.stopped and not alone:
-            # What was settings for has not been searched yet.
+            # What was asked for has not been searched yet.
             raise KeyboardInterrupt
         steps = {kind: _judged_step(outcome, refined.get(kind)) for kind, (outcome, _) in spared.items()}
         fastest = min(steps, key=steps.__getitem__)
@@ -203,7 +203,7 @@ class _Searching:
         plans = [one.outcome.plan for one in refined.values()]
         orders = [plan.devices for plan in plans if 1 < len(plan.devices) == len(plan.stages)]
         if len(kinds) == len(self.options.schedules):
-            # Nothing else was settings for: where microbatches cannot be dealt to all devices, fewer are tried.
+            # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
             orders += [longest[:count] for count in range(len(longest), 1, -1)]
         try:

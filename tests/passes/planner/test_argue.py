@@ -13,7 +13,7 @@ import pytest
 
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.passes.planner import argue
-from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
+from penstock.passes.planner.argue import PlanChange, Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork, Times
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PlanRequest
@@ -158,6 +158,13 @@ def test_says_what_each_device_contributes(rate: float) -> None:
         assert other.without_it == pytest.approx(alone)
         assert other.gain == pytest.approx(alone / result.best.step - 1)
         assert rows["a"].effect == "helps"
+        # Searched in haste, the plan without it may be slower than the best one: "helps" needs a bound that says so.
+        usual = search.usual
+        for bound, effect in ((0.0, "helps"), (1.2 * usual, "helps"), (1.001 * usual, "unknown")):
+            change = PlanChange("without other", 1.3 * usual, devices=("other",), bound=bound)
+            again = replace(search)
+            vars(again)["what_if"] = [change]
+            assert next(row.effect for row in again.contributions if row.device == "other") == effect
 
 
 def test_what_does_not_fit_says_what_would() -> None:

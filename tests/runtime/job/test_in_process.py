@@ -67,6 +67,27 @@ SHARING = """module @toy facts(staged) {
 }
 """
 
+CONSTANT = """module @toy facts(staged) {
+  device cpu:0
+  stage 0 on cpu:0
+  input %x : f32[2,4]
+  output %y
+  output %c
+  var @table : f32[2,4] stage 0 param
+  graph @s0.F(%x : f32[2,4]) {
+    %c : f32[4] = const(value=[0.0,2.0,4.0,6.0], dtype=f32, shape=[4])
+    %t : f32[2,4] = read(@table)
+    %z : f32[2,4] = add(%x, %t)
+    %y : f32[2,4] = add(%z, %c)
+    return %y, %c
+  }
+  schedule forward microbatches 1 {
+    rank 0 start:
+    rank 0 batch: 0F1
+  }
+}
+"""
+
 
 class Compiled:
     """A model of each kind: its bundle, its session of onnxruntime, and samples."""
@@ -257,6 +278,18 @@ ALONE = """module @alone facts(local, staged) {
 def test_a_rank_that_is_its_group_alone_does_its_collectives(backend: str, tmp_path: Path) -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     np.testing.assert_array_equal(ps.load(sharing(tmp_path, backend, ALONE)[0])(x)["y"], x)
+
+
+@pytest.mark.parametrize("backend", ["tvm", "numpy"])
+def test_constants_among_results_are_the_callers(tmp_path, backend):
+    """What a caller writes into a result changes neither the constant nor what is computed from it."""
+    bundle, table = sharing(tmp_path, backend, CONSTANT)
+    model, x = ps.load(bundle), np.ones((2, 4), np.float32)
+    for _ in range(3):
+        result = model(x)
+        np.testing.assert_array_equal(result["c"], [0, 2, 4, 6])
+        np.testing.assert_array_equal(result["y"], x + table + [0, 2, 4, 6])
+        result["c"] += 100
 
 
 def sharing(folder: Path, backend: str, text: str = SHARING) -> tuple[Path, np.ndarray]:
