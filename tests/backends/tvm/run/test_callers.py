@@ -44,7 +44,7 @@ def threads(ask):
     return found, len(wrong)
 
 lasting = threads(lambda: model(x)["y"])
-model._call = model._call.args[0]
+model._call, model._call_arrays = model._call.args[0], model._call_arrays.args[0]
 print(json.dumps([lasting, threads(lambda: model(x)["y"])]))
 """
 

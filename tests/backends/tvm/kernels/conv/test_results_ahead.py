@@ -71,6 +71,8 @@ def _hints(statement: Any, known: dict[Any, Any]) -> Iterator[int]:
                 yield from _hints(statement.then_case, known)
             elif statement.else_case is not None:
                 yield from _hints(statement.else_case, known)
+        case tirx.AttrStmt():
+            yield from _hints(statement.body, known)
         case tirx.Bind():
             known[statement.var] = statement.value
         case tirx.Evaluate() if "prefetch" in str(statement) and int(statement.value.args[1]):
