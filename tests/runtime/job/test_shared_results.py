@@ -14,53 +14,49 @@ from penstock.ir.text import parse_module
 from penstock.runtime.job import in_process
 from penstock.runtime.job.in_process import LoadedModel
 
-# Outputs that may lie in the memory of an input, of another output or of a variable, and a scalar.
-SHARING = """module @toy facts(staged) {
+
+def toy(columns: int, lines: str, outputs: str) -> str:
+    """The text of a model on one device, with an input %x of two rows and a variable @table."""
+    names = "\n".join(f"  output {name}" for name in outputs.split(", "))
+    return f"""module @toy facts(staged) {{
   device cpu:0
   stage 0 on cpu:0
-  input %x : f32[2,3]
-  output %x
-  output %flat
-  output %y
-  output %again
-  output %t
-  output %total
+  input %x : f32[2,{columns}]
+{names}
   var @table : f32[2,4] stage 0 param
-  graph @s0.F(%x : f32[2,3]) {
+  graph @s0.F(%x : f32[2,{columns}]) {{{lines}    return {outputs}
+  }}
+  schedule forward microbatches 1 {{
+    rank 0 start:
+    rank 0 batch: 0F1
+  }}
+}}
+"""
+
+
+# Outputs that may lie in the memory of an input, of another output or of a variable, and a scalar.
+SHARING = toy(
+    3,
+    """
     %flat : f32[6] = reshape(%x, shape=[6])
     %y : f32[2,3] = relu(%x)
     %again : f32[6] = reshape(%y, shape=[6])
     %t : f32[2,4] = read(@table)
     %total : f32[] = sum(%y, axes=[0, 1])
-    return %x, %flat, %y, %again, %t, %total
-  }
-  schedule forward microbatches 1 {
-    rank 0 start:
-    rank 0 batch: 0F1
-  }
-}
-"""
-
-CONSTANT = """module @toy facts(staged) {
-  device cpu:0
-  stage 0 on cpu:0
-  input %x : f32[2,4]
-  output %y
-  output %c
-  var @table : f32[2,4] stage 0 param
-  graph @s0.F(%x : f32[2,4]) {
+""",
+    "%x, %flat, %y, %again, %t, %total",
+)
+# A constant among the outputs, which another output is computed from.
+CONSTANT = toy(
+    4,
+    """
     %c : f32[4] = const(value=[0.0,2.0,4.0,6.0], dtype=f32, shape=[4])
     %t : f32[2,4] = read(@table)
     %z : f32[2,4] = add(%x, %t)
     %y : f32[2,4] = add(%z, %c)
-    return %y, %c
-  }
-  schedule forward microbatches 1 {
-    rank 0 start:
-    rank 0 batch: 0F1
-  }
-}
-"""
+""",
+    "%y, %c",
+)
 
 
 def agree(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
