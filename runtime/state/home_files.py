@@ -44,7 +44,7 @@ def memory_for(nbytes: int) -> mmap.mmap:
 
 class FileHome:
     """A home in a file of a folder; of the folder for temporary files if none is named. It reads and writes memory of
-    `memory_for`, and calls `moved` for every piece."""
+    `memory_for`, and calls `moved` for every piece with its bytes."""
 
     def __init__(self, space: Space, nbytes: int) -> None:
         self._space, self._nbytes, self._room = space, nbytes, max(_BLOCK, room_of(nbytes))
@@ -59,21 +59,21 @@ class FileHome:
         except OSError as error:
             raise self._error("make room in", error) from error
 
-    def read(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+    def read(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         try:
             for start, size in self._pieces():
                 self._fill(memory[start : start + size], start)
                 if not self._direct:
                     self._forget(start, size)
-                moved()
+                moved(self._image_bytes(start, size))
         except OSError as error:
             raise self._error("read from", error) from error
 
-    def write(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+    def write(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         self._write(lambda start, size: memory[start : start + size], moved)
 
     def write_pieces(
-        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[], None] = lambda: None
+        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[int], None] = lambda nbytes: None
     ) -> None:
         def piece(start: int, size: int) -> memoryview:
             fill(start, size)
@@ -81,7 +81,7 @@ class FileHome:
 
         self._write(piece, moved)
 
-    def _write(self, piece: Callable[[int, int], memoryview], moved: Callable[[], None]) -> None:
+    def _write(self, piece: Callable[[int, int], memoryview], moved: Callable[[int], None]) -> None:
         unflushed = 0
         try:
             for start, size in self._pieces():
@@ -91,7 +91,7 @@ class FileHome:
                     os.fdatasync(self._file)
                     self._forget(unflushed, end - unflushed)
                     unflushed = end
-                moved()
+                moved(self._image_bytes(start, size))
         except OSError as error:
             raise self._error("write to", error) from error
 
@@ -112,6 +112,10 @@ class FileHome:
     def _pieces(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self._room, _PIECE):
             yield start, min(_PIECE, self._room - start)
+
+    def _image_bytes(self, start: int, size: int) -> int:
+        """Return the bytes of a piece that are of the image, as the last block has some beyond it."""
+        return max(0, min(size, self._nbytes - start))
 
     def _fill(self, piece: memoryview, start: int) -> None:
         read = 0

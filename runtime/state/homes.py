@@ -36,13 +36,14 @@ from .home_files import FileHome, memory_for
 
 
 class Home(Protocol):
-    """Memory for an image in another space. Reads and writes move all of it, and call `moved` as they get on."""
+    """Memory for an image in another space. Reads and writes move all of it, and call `moved` as they get on, with the
+    bytes of the image that they moved since the last call."""
 
-    def read(self, memory: memoryview, moved: Callable[[], None] = ...) -> None: ...
-    def write(self, memory: memoryview, moved: Callable[[], None] = ...) -> None: ...
+    def read(self, memory: memoryview, moved: Callable[[int], None] = ...) -> None: ...
+    def write(self, memory: memoryview, moved: Callable[[int], None] = ...) -> None: ...
 
     def write_pieces(
-        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[], None] = ...
+        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[int], None] = ...
     ) -> None:
         """Write an image that is never whole: `fill` puts the bytes from a place on into the memory, so many."""
 
@@ -58,12 +59,20 @@ def open_home(space: Space, nbytes: int) -> Home:
     return FileHome(space, nbytes)
 
 
+class CopyDone(NamedTuple):
+    """A copy that ended: the times of its begin and its end, and the bytes that it moved."""
+
+    begun: float
+    ended: float
+    nbytes: int
+
+
 class Copying(NamedTuple):
-    """A copy that goes on: its name, its direction, and the times of its begin and end once they are known."""
+    """A copy that goes on: its name, its direction, and what it did once that is known."""
 
     text: str
     kind: str
-    times: Future[tuple[float, float]]
+    done: Future[CopyDone]
 
 
 class _Lane:
@@ -77,9 +86,9 @@ class _Lane:
     def moved(self) -> None:
         self.moved_at = time.monotonic()
 
-    def submit(self, copy: Callable[[], tuple[float, float]]) -> Future[tuple[float, float]]:
+    def submit(self, copy: Callable[[], CopyDone]) -> Future[CopyDone]:
         """Have a copy done; the first one begins the thread."""
-        future: Future[tuple[float, float]] = Future()
+        future: Future[CopyDone] = Future()
 
         def work() -> None:
             self.moved()
@@ -118,37 +127,42 @@ class Lanes:
         self.done: list[CopyTimes] | None = None
 
     def begin(
-        self, text: str, kind: str, copy: Callable[[memoryview, Callable[[], None]], None], memory: mmap.mmap
+        self, text: str, kind: str, copy: Callable[[memoryview, Callable[[int], None]], None], memory: mmap.mmap
     ) -> Copying:
-        """Begin a copy; its result are the times of its begin and its end."""
+        """Begin a copy."""
         lane = self._lanes[kind]
 
-        def run() -> tuple[float, float]:
-            begun = time.monotonic()
+        def run() -> CopyDone:
+            begun, pieces = time.monotonic(), list[int]()
+
+            def moved(nbytes: int) -> None:
+                pieces.append(nbytes)
+                lane.moved()
+
             with memoryview(memory) as view:
-                copy(view, lane.moved)
-            return begun, time.monotonic()
+                copy(view, moved)
+            return CopyDone(begun, time.monotonic(), sum(pieces))
 
         return Copying(text, kind, lane.submit(run))
 
     def wait(self, copying: Copying, image: Image | SavedSet) -> None:
-        """Wait for a copy, and write down its times."""
+        """Wait for a copy, and write down its times and the bytes that it moved."""
         began_to_wait = time.monotonic()
-        begun, ended = self.result(copying, image)
+        begun, ended, nbytes = self.result(copying, image)
         # Copies of evaluations are no actions of the program.
         if self.done is not None and copying.text:
-            self.done.append(CopyTimes(copying.text, image.nbytes, begun, ended, max(0.0, ended - began_to_wait)))
+            self.done.append(CopyTimes(copying.text, nbytes, begun, ended, max(0.0, ended - began_to_wait)))
 
-    def result(self, copying: Copying, image: Image | SavedSet) -> tuple[float, float]:
-        """Return the times of a copy; an error where nothing of its lane moves any more."""
+    def result(self, copying: Copying, image: Image | SavedSet) -> CopyDone:
+        """Return what a copy did; an error where nothing of its lane moves any more."""
         lane, since = self._lanes[copying.kind], time.monotonic()
         while True:
             left = max(lane.moved_at, since) + self._timeout - time.monotonic()
             with suppress(TimeoutError):
-                return copying.times.result(max(0.001, left))
+                return copying.done.result(max(0.001, left))
             # The copy itself may raise such an error, too.
-            if copying.times.done():
-                return copying.times.result()
+            if copying.done.done():
+                return copying.done.result()
             if left <= 0:
                 raise PenstockError(
                     f"copying {shown_bytes(image.nbytes)} {'from' if copying.kind == COPY_IN else 'to'} memory space "

@@ -65,7 +65,7 @@ class SavedSets:
         flat = [(self.saved.places[name], tensors[name].detach().reshape(-1).view(torch.uint8)) for name in self.names]
         flat.sort(key=lambda part: part[0])
 
-        def copy(memory: memoryview, moved: Callable[[], None]) -> None:
+        def copy(memory: memoryview, moved: Callable[[int], None]) -> None:
             away.home.write_pieces(memory, _Gathering(flat, memory).fill, moved)
 
         away.leaving = self._lanes.begin(text, COPY_OUT, copy, self._gathered)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.passes.memory.test_offload import planned
 
+from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
 from penstock.ir.verify.verifier import check, verify
 
@@ -85,3 +87,46 @@ def test_edges_of_what_is_handed_out_once_per_batch(agreed):
             f"{place}: there is none, but @s{edge.dst}.{taker} takes {value!r} from @s{edge.src}.{edge.phase}"
             in message(agreed.but(edges=left))
         )
+
+
+def just_in_time(module: Module) -> Module:
+    """Each update stands right behind the last gradient of its stage: nothing waits for other stages, and weights could
+    leave at once."""
+    ranks = {}
+    for rank, program in module.schedule.ranks.items():
+        batch = [a for a in program.batch if a.kind != "U"]
+        for update in (a for a in program.batch if a.kind == "U"):
+            last = max(i for i, a in enumerate(batch) if a.kind in ("B", "W") and a.stage == update.stage)
+            batch.insert(last + 1, update)
+        ranks[rank] = replace(program, batch=tuple(batch))
+    return module.but(schedule=replace(module.schedule, ranks=ranks))
+
+
+@pytest.mark.parametrize("case", ["1f1b", "interleaved", "one device"])
+def test_updates_just_in_time_are_refused_where_a_norm_of_all_stages_clips_them(case: str) -> None:
+    """The control: the same without clipping."""
+    verify(just_in_time(planned(case, "none", "none")))
+    clipped = planned(case, "none", "none", clip=True)
+    verify(clipped)
+    last = max(stage.index for stage in clipped.stages)
+    assert f"({last}U0@1): comes before {last}N0, whose results it may use" in message(just_in_time(clipped))
+
+
+def test_clipped_updates_under_2bw_stand_just_ahead_of_the_next_use() -> None:
+    """A batch later: the norm of all stages is there by then, and ranks compute meanwhile. One use later is refused."""
+    module = planned("2bw", "none", "none", clip=True)
+    verify(module)
+    for rank in list(module.schedule.ranks)[:-1]:
+        actions = list(module.schedule.expand(rank, 3))
+        norm = next(i for i, a in enumerate(actions) if a.kind == "N")
+        update = next(i for i, a in enumerate(actions) if a.kind == "U")
+        assert any(a.kind in ("F", "B") for a in actions[norm:update])
+        following = next(a for a in actions[update + 1 :] if a.kind in ("F", "B"))
+        assert (following.kind, following.version) == ("F", actions[update].version)
+        batch = list(module.schedule.ranks[rank].batch)
+        at = next(i for i, a in enumerate(batch) if a.kind == "U")
+        behind = next(i for i, a in enumerate(batch) if i > at and a.kind == "F")
+        batch[at], batch[behind] = batch[behind], batch[at]
+        ranks = {**module.schedule.ranks, rank: replace(module.schedule.ranks[rank], batch=tuple(batch))}
+        late = module.but(schedule=replace(module.schedule, ranks=ranks))
+        assert "reads version 1" in message(late)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from penstock.inspection.views.text import show_memory
 from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.memory.account import first_difference
 from penstock.ir.memory.predict import measure_memory
+from penstock.ir.schedule import Action
 from penstock.ir.verify.verifier import verify
 from penstock.models import write_mlp
 from penstock.passes.memory.offload import with_homes
@@ -135,6 +137,66 @@ def test_chunks_train_the_same_and_are_held_as_planned(chunks, tmp_path, schedul
         assert curve.home is not None
         assert sum(copy.nbytes for copy in copies[rank]) == 3 * curve.home.moved_per_batch == 6 * curve.home.bytes
         assert curve.home.on_device < curve.home.bytes
+
+
+def planned_lanes(module, left_out=""):
+    """The bytes that each rank moves in three batches in either direction, by space. Variables and saved values are laid
+    out anew: each begins at a multiple of 64."""
+    schedule, lanes = module.schedule, Counter()
+    for rank in schedule.ranks:
+        for action in schedule.expand(rank, 3):
+            if action.kind not in ("CI", "CO") or action.item == left_out:
+                continue
+            stage = action.stage
+            if action.item == "a0":
+                saved = module.stage_graph(stage, "F").saved
+                given = {v.name for v in (*module.stage_graph(stage, "F").ins, *module.stage_graph(stage, "F").outs)}
+                parts, space = [v.type for v in saved if v.name not in given], module.stages[stage].home
+            else:
+                parts = [v for v in module.vars.values() if v.stage == stage and item_letter(v) == action.item]
+                space, parts = parts[0].home, [v.type for v in parts if v.role != "grad"]
+            lanes[rank, space, action.kind] += sum(-(-part.nbytes // 64) * 64 for part in parts)
+    return +lanes
+
+
+def item_letter(var):
+    if not var.home:
+        return ""
+    return {"param": "w", "grad": "g"}.get(var.role) or ("o" if var.chunk is None else f"c{var.chunk}")
+
+
+def moved_lanes(module, copies):
+    """The same of a run, from what its threads counted as they copied."""
+    lanes = Counter()
+    for rank, listed in enumerate(copies):
+        for copy in listed:
+            action = Action.parse(copy.text)
+            homes = {v.home for v in module.vars.values() if v.stage == action.stage and item_letter(v) == action.item}
+            (space,) = homes or {module.stages[action.stage].home}
+            lanes[rank, space, action.kind] += copy.nbytes
+    return +lanes
+
+
+def test_lanes_move_what_is_planned_to_the_byte(mlp, chunks, tmp_path):
+    """Of each rank, direction and space. The control: a plan with one chunk, or one kind of item, left out."""
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
+    cluster = replace(Cluster.local(2), spaces=(Space("disk"), Space("ssd", path=str(tmp_path))))
+    plan = ps.plan(ps.from_onnx(mlp), cluster, training, split_at=["fc3.product"])
+    module = with_homes(with_homes(plan.module, [0], "disk"), [1], "ssd")
+    two = ps.compile(replace(plan, module=module), tmp_path / "two", backend="numpy")
+    deep = write_mlp(tmp_path / "deep.onnx", [8] * 8, batch=4)
+    packed = compiled(deep, tmp_path / "packed", "interleaved", 2, 3, offload="weights", spill=str(tmp_path))
+    plan = ps.plan(ps.from_onnx(mlp), Cluster.local(2), training, schedule="gpipe", offload="activations")
+    sets = ps.compile(plan, tmp_path / "sets", backend="numpy")
+    cases = ((chunks[1], {"c1"}, 1), (two, {"o"}, 2), (packed, {"o", "w"}, 1), (sets, {"a0"}, 1))
+    for bundle, items, spaces in cases:
+        module, copies = traced(bundle, tmp_path / "trace.json")
+        moved = moved_lanes(module, copies)
+        assert moved == planned_lanes(module)
+        assert {kind for _, _, kind in moved} == {"CI", "CO"}
+        assert len({space for _, space, _ in moved}) == spaces
+        for item in items:
+            assert moved != planned_lanes(module, left_out=item)
 
 
 def test_checkpoints_are_those_of_training_without(packs, chunks, tmp_path):

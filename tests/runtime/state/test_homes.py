@@ -100,7 +100,7 @@ class LateHome(FileHome):
         super().__init__(space, nbytes)
         self.may, self.failure = threading.Event(), ""
 
-    def write(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+    def write(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         assert self.may.wait(20)
         if self.failure:
             raise PenstockError(self.failure)
@@ -179,6 +179,25 @@ def test_memory_is_given_back(tmp_path) -> None:
     assert mapped_bytes() - before < laid_out.nbytes // 2
 
 
+def test_a_copy_says_what_it_moved(tmp_path, monkeypatch) -> None:
+    """The control: a copy that leaves a piece out moved less."""
+    laid_out = replace(image(), nbytes=9 << 20)
+    for left_out, expected in ((None, [9 << 20, 9 << 20]), (1, [5 << 20, 5 << 20])):
+        lanes, whole = Lanes(), FileHome._pieces
+        lanes.done = []
+        monkeypatch.setattr(
+            FileHome,
+            "_pieces",
+            lambda self, left_out=left_out, whole=whole: [p for i, p in enumerate(whole(self)) if i != left_out],
+        )
+        homed = HomedItem(laid_out, open_home(Space("disk", path=str(tmp_path)), laid_out.nbytes), lanes)
+        homed.bring("0CI0:o")
+        homed.store("0CO0:o")
+        homed.let_go()
+        monkeypatch.undo()
+        assert [copy.nbytes for copy in lanes.done] == expected
+
+
 def test_what_is_away_is_not_read_by_mistake(tmp_path) -> None:
     store = Store(VARS, (), homed=lambda laid_out: item(tmp_path))
     with pytest.raises(VerifyError, match=r"@a: is asked for on the device, and is at home in disk"):
@@ -203,13 +222,13 @@ class SlowHome:
     def __init__(self, failure: str = "") -> None:
         self.may, self.failure = threading.Event(), failure
 
-    def read(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+    def read(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         assert self.may.wait(20)
         if self.failure:
             raise PenstockError(self.failure)
         memory[:1] = b"\x07"
 
-    def write(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None: ...
+    def write(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None: ...
 
     def mapped(self) -> mmap.mmap:
         raise NotImplementedError
@@ -247,10 +266,10 @@ def test_a_copy_that_does_not_move_on_is_given_up() -> None:
     home.may.set()
 
     class Slowly(SlowHome):
-        def read(self, memory: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+        def read(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
             for _ in range(10):
                 self.may.wait(0.02)
-                moved()
+                moved(1)
 
     homed = HomedItem(image(), Slowly(), Lanes(timeout=0.1))
     homed.bring()
