@@ -5,7 +5,9 @@ In: a limit. Out: a group that processes enter by themselves. It needs the right
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -27,6 +29,18 @@ class MemoryGroup:
         """The processes that the kernel has ended."""
         rows = dict(line.split() for line in (self.path / "memory.oom_control").read_text().splitlines())
         return int(rows.get("oom_kill", 0))
+
+    @property
+    def resident(self) -> int:
+        """The bytes that its processes hold, without what the system keeps of files for them."""
+        stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        return int(stat["rss"]) + int(stat["mapped_file"])
+
+    def end(self) -> None:
+        """Kill the processes that are left."""
+        for pid in (self.path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def close(self) -> None:
         for _ in range(50):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from penstock.ir.action_kinds import NORM_PARTS, PARTS, SUM, UPDATE
 from penstock.ir.collective_calls import part_dim
@@ -39,7 +40,7 @@ from penstock.ir.graph import (
     touching_ops,
 )
 from penstock.ir.ops import OPS, make
-from penstock.ir.schedule import Program, Schedule
+from penstock.ir.schedule import Action, Program, Schedule
 from penstock.ir.types import TensorType
 from penstock.passes.sharding.building import LocalWriter
 from penstock.passes.sharding.reshard import own_part
@@ -103,7 +104,7 @@ def zero(module: Module, options: ZeroOptions) -> Module:
         if counted_squares := [update.square.result for update in updates if update.square is not None]:
             graphs[norm] = add_up_once(graphs[norm], counted_squares, namer)
     after = module.but(vars=variables, graphs=graphs)
-    after = after.but(schedule=_without_sums(after))
+    after = after.but(schedule=_with_sums_to_do(after))
     split = sum(a is not b for a, b in zip(variables.values(), module.vars.values(), strict=True))
     text = f"level {options.level}: {counted(split, 'variable')} laid over {REPLICAS}"
     if left:
@@ -266,8 +267,9 @@ def _smaller(t: TensorType, dim: int, parts: int) -> TensorType:
     return t.with_shape(tuple(-(-n // parts) if i == dim else n for i, n in enumerate(t.dims)))
 
 
-def _without_sums(module: Module) -> Schedule | None:
-    """Return the schedule without AR where nothing is left to sum up."""
+def _with_sums_to_do(module: Module) -> Schedule | None:
+    """Return the schedule without AR where nothing is left to sum up. An update of an earlier batch comes before AR, as
+    the new weights that it gathers would share the link with a sum that has all of the next batch."""
     schedule = module.schedule
     if schedule is None:
         return None
@@ -275,11 +277,20 @@ def _without_sums(module: Module) -> Schedule | None:
     ranks = {}
     for rank, program in schedule.ranks.items():
         start, batch = (
-            tuple(a for a in actions if a.kind != SUM or a.stage in summing)
+            tuple(_updates_first([a for a in actions if a.kind != SUM or a.stage in summing]))
             for actions in (program.start, program.batch)
         )
         ranks[rank] = Program(start, batch)
     return Schedule(schedule.name, schedule.microbatches, ranks)
+
+
+def _updates_first(actions: Sequence[Action]) -> list[Action]:
+    """Return actions in which no sum stands right in front of the update of an earlier batch of its stage."""
+    ordered = list(actions)
+    for i, (one, other) in enumerate(pairwise(actions)):
+        if one.kind == SUM and other.kind == UPDATE and one.stage == other.stage and other.mb < one.mb:
+            ordered[i : i + 2] = [other, one]
+    return ordered
 
 
 def _numbers_first(ops: Sequence[Op]) -> list[Op]:

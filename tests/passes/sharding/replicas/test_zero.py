@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -293,3 +294,26 @@ def test_own_parts_of_weights_are_not_all_there_at_once() -> None:
     assert numbers
     late = replace(update, ops=(*(op for op in update.ops if op not in numbers), *numbers))
     assert sum(planned_blocks(late)) >= 4 * whole
+
+
+def sums_before_updates(module: Module) -> list[str]:
+    """Return the sums that stand right in front of the update of an earlier batch."""
+    assert module.schedule is not None
+    pairs = [pair for program in module.schedule.ranks.values() for pair in pairwise(program.batch)]
+    return [f"{one} {other}" for one, other in pairs if (one.kind, other.kind) == ("AR", "U") and other.mb < one.mb]
+
+
+def test_updates_of_earlier_batches_come_before_sums() -> None:
+    """What they gather would share the link with the sum. The control is level 0, whose updates gather nothing."""
+
+    def cut_in_two(level: int) -> Module:
+        second = [op for op in model().module.graphs["main"].ops if op.kind == "matmul"][1].outs[0].name
+        training = ps.Training("cross_entropy", ps.AdamW(lr=1e-2), 4)
+        settings = {"split_at": (second,), "schedule": "2bw", "replicas": 2, "zero": level}
+        return ps.plan(model(), ps.Cluster.local(4), training, stages=2, **settings).module
+
+    before, after = cut_in_two(0), cut_in_two(1)
+    assert sums_before_updates(before)
+    assert not sums_before_updates(after)
+    check(after, ("scheduled", "wired"))
+    assert same_losses(after, before)

@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracles.sharding.laid_out import cut_out, put_together
+from oracles.sharding.laid_out import cut_out, places_of, put_together
 from oracles.sharding.one_operation import compare, local_module, types_of
 from oracles.sharding.threads import ThreadExchange, run_compiled
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.ir.collective_calls import CollectiveCall, calls_of, sent_bytes
 from penstock.ir.graph import Graph, Mesh, Module, Op, Stage, Value
-from penstock.ir.interpreter.graphs import run_graph
+from penstock.ir.interpreter.graphs import run_graph, run_team
+from penstock.ir.interpreter.ops import NUMPY
 from penstock.ir.ops import cost_of, make
 from penstock.ir.sharding.rules import rule_of
 from penstock.ir.sharding.splits import Split
@@ -191,6 +192,53 @@ def test_folded_order_takes_half_of_the_operations_and_no_rank_more_than_another
             assert n * folded == operations((causal_op,)) == operations((full_op,)) / 2
             assert folded == full / 2
             assert plain == pytest.approx(full * (n - 0.5) / n)
+
+
+def pairs_of_ranks(blocks: int, backward: bool, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return how many pairs of a query and a key each rank computes, and how many of them a causal mask lets through.
+    Queries and keys hold their positions, so pairs are counted where operations meet them."""
+    positions, computed, looked_at = 48, Counter[int](), Counter[int]()
+    forward, grad, (*arrays, dy) = attention(positions, True)
+    results = run_graph(Graph("whole", forward.ins, forward.outs, (forward,)), arrays, precision="f64")
+    for x in arrays[:2]:
+        x[...] = np.arange(positions, dtype=np.float64)[:, None]
+    op, operands = (grad, [dy, *arrays, *results]) if backward else (forward, arrays)
+    types = laid(op, FOUR, ("a",), blocks)
+    first = len(operands) - len(arrays) - len(results) if backward else 0
+    owner = {at: place for place in range(4) for at in places_of(types[first], FOUR, place, 2)}
+    usual = NUMPY[op.kind]
+
+    def counted(ins, attrs):  # type: ignore[no-untyped-def]
+        queries, keys = (x[0, 0, :, 0].astype(int) for x in ins[first : first + 2])
+        rank = owner[queries[0]]
+        inside = np.tri(len(queries), len(keys), dtype=bool) if attrs["causal"] else np.ones(1, bool)
+        computed[rank] += int(np.broadcast_to(inside, (len(queries), len(keys))).sum())
+        looked_at[rank] += int((inside & (keys <= queries[:, None])).sum())
+        return usual(ins, attrs)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(NUMPY, op.kind, counted)
+        whole, module = local_module(op, types, FOUR)
+        parts = [
+            {v.name: cut_out(x, v.type, FOUR, place) for v, x in zip(whole.ins, operands, strict=True)}
+            for place in range(4)
+        ]
+        run_team(module.graphs["s0.F"], parts, FOUR, precision="f64")
+    assert sum(looked_at.values()) == positions * (positions + 1) / 2, "each pair once"
+    return [(computed[rank], looked_at[rank]) for rank in range(4)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_no_rank_has_more_pairs_to_compute_than_the_mean(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In folded order all pairs that are computed count, and the slowest rank has as many as the mean. The control is the
+    plain order: its last rank has 7/4 of the mean, and the others compute as much in vain."""
+    folded, plain = (pairs_of_ranks(blocks, backward, monkeypatch) for blocks in (FOLDED, 1))
+    for pairs in zip(*folded, strict=True):
+        assert max(pairs) <= 1.05 * sum(pairs) / 4
+    assert all(computed == counts for computed, counts in folded)
+    counts = [counts for _, counts in plain]
+    assert max(counts) > 1.6 * sum(counts) / 4
+    assert {computed for computed, _ in plain} == {counts[3]}
 
 
 def test_bytes_are_those_of_the_closed_form() -> None:
