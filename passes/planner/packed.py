@@ -5,15 +5,20 @@ every schedule for packs the plan with the shortest time by simulation, with wha
 
 The devices and their order are those of the plans that are given. For each number of stages on a device, and each size
 of microbatches, cuts give the busiest device as little as can be. From the fastest of these plans on cuts are moved,
-as in refine.py.
+as in refine.py. Where there are few places to cut at, all plans are tried then, and the best of all is found. A plan
+is not simulated where the work of a device alone, and that of the stages before its first one, take longer than the
+best does.
 
-Limits: plans as small as those that refine.py simulates; no formula tells their time, so none is proven to be the best.
+Limits: plans as small as those that refine.py simulates; with more than `_MOST_PLANS` ways to cut, none is proven to be
+the best. All stages compute forwards again, or none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -29,6 +34,9 @@ from .fleet import Fleet
 from .plan import Bytes, Judged, PipelinePlan, StagePlan
 from .planner import Planner
 from .refine import MOST_ACTIONS, SimulatedSteps, best_near
+
+# The most ways to cut, for a size of microbatches and a number of stages, that are all tried.
+_MOST_PLANS = 400
 
 
 @dataclass(frozen=True)
@@ -47,19 +55,42 @@ def pack(
     best_of = {}
     for schedule in schedules:
         judge_of = SimulatedSteps(planner, cluster, judge_packs)
-        plans = [plan for order in orders for plan in _starts(planner, schedule, order)]
+        shapes = [shape for order in orders for shape in _shapes(planner, schedule, order)]
+        plans = [plan for shape in shapes if (plan := _start(planner, shape)) is not None]
         starts = [plan for plan in sorted(plans, key=judge_of.step) if judge_of.step(plan) < float("inf")]
-        if starts:
-            best = best_near(starts, judge_of)
+        best = best_near(starts, judge_of) if starts else None
+        best, step = _best_of_all(planner, cluster, shapes, best, judge_of.step(best) if best else float("inf"))
+        if best is not None:
             memory = memory_of_packs(planner.table(best.size), planner.fleet, best, planner.wanted.base)
-            best_of[schedule] = Packed(best, judge_of.step(best), memory)
+            best_of[schedule] = Packed(best, step, memory)
     return best_of
 
 
-def _starts(planner: Planner, schedule: str, order: Sequence[int]) -> Iterator[PipelinePlan]:
-    """Yield plans on the devices in this order, for every size of microbatches and number of stages on a device; where
-    such a plan does not fit, one that computes forwards again."""
-    again = {"none": (False,), "all": (True,)}.get(planner.wanted.recompute, (False, True))
+@dataclass(frozen=True)
+class _Shape:
+    """A plan without its cuts: the devices of its stages, and the places where a stage may begin or end."""
+
+    plan: PipelinePlan
+    devices: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def ways(self) -> int:
+        """The number of ways to cut."""
+        return math.comb(len(self.places) - 2, len(self.devices) - 1)
+
+    def cut(self, cuts: Sequence[int], recompute: bool) -> PipelinePlan:
+        """Return the plan with stages that begin at these places, by their numbers."""
+        stages = [
+            StagePlan(self.places[first], self.places[last], (device,), (self.plan.count,), recompute)
+            for device, (first, last) in zip(self.devices, pairwise(cuts), strict=True)
+        ]
+        return replace(self.plan, stages=tuple(stages))
+
+
+def _shapes(planner: Planner, schedule: str, order: Sequence[int]) -> Iterator[_Shape]:
+    """Yield plans without cuts on the devices in this order, for every size of microbatches and number of stages on a
+    device for which there are places to cut at."""
     for b in planner.wanted.microbatch_sizes():
         count, table = planner.wanted.batch // b, planner.table(b)
         for each in PACK_SCHEDULES[schedule].each:
@@ -67,32 +98,69 @@ def _starts(planner: Planner, schedule: str, order: Sequence[int]) -> Iterator[P
                 continue
             packs = PACK_SCHEDULES[schedule].packs(len(order), each)
             at = {stage: device for device, stages in zip(order, packs, strict=True) for stage in stages}
-            devices = [at[stage] for stage in range(len(at))]
-            for recompute in again:
-                plan = _even(planner, table, PipelinePlan(schedule, b, count, ()), devices, recompute)
-                if plan is not None and not judge_packs(table, planner.fleet, plan, planner.wanted.base).against:
-                    yield plan
-                    break
+            places = tuple(int(place) for place in np.flatnonzero(table.cut))
+            if len(places) > len(at):
+                devices = tuple(at[stage] for stage in range(len(at)))
+                yield _Shape(PipelinePlan(schedule, b, count, ()), devices, places)
 
 
-def _even(
-    planner: Planner, table: Table, plan: PipelinePlan, devices: Sequence[int], recompute: bool
-) -> PipelinePlan | None:
-    """Return the plan with stages on these devices whose busiest device has as little to do as moving cuts can make
-    it. None where there are too few places to cut at."""
-    places = np.flatnonzero(table.cut)
-    if len(places) <= len(devices):
-        return None
+def _again(planner: Planner) -> tuple[bool, ...]:
+    """Return whether forwards may be computed again, in the order in which that is tried."""
+    return {"none": (False,), "all": (True,)}.get(planner.wanted.recompute, (False, True))
+
+
+def _start(planner: Planner, shape: _Shape) -> PipelinePlan | None:
+    """Return the plan whose busiest device has as little to do as moving cuts can make it; where it does not fit, one
+    that computes forwards again."""
+    table = planner.table(shape.plan.size)
+    for recompute in _again(planner):
+        plan = shape.cut(_even_cuts(_rows(planner, shape, recompute), shape.devices), recompute)
+        if not judge_packs(table, planner.fleet, plan, planner.wanted.base).against:
+            return plan
+    return None
+
+
+def _rows(planner: Planner, shape: _Shape, recompute: bool) -> list[Floats]:
+    """Return for each stage the seconds of a microbatch up to each place, on the device of that stage."""
     rows = []
-    for device in devices:
-        forward, backward, _, again, _ = table.times(planner.fleet.devices[device])
-        rows.append((forward + backward + again if recompute else forward + backward)[places])
-    cuts = _even_cuts(rows, devices)
-    stages = [
-        StagePlan(int(places[first]), int(places[last]), (device,), (plan.count,), recompute)
-        for device, first, last in zip(devices, cuts, cuts[1:], strict=False)
-    ]
-    return replace(plan, stages=tuple(stages))
+    for device in shape.devices:
+        forward, backward, _, again, _ = planner.table(shape.plan.size).times(planner.fleet.devices[device])
+        rows.append((forward + backward + again if recompute else forward + backward)[list(shape.places)])
+    return rows
+
+
+def _best_of_all(
+    planner: Planner, cluster: Cluster, shapes: Sequence[_Shape], best: PipelinePlan | None, step: float
+) -> tuple[PipelinePlan | None, float]:
+    """Return the fastest of all plans of shapes with few ways to cut, and its seconds, if it is faster than the best so
+    far."""
+    judge_of = SimulatedSteps(planner, cluster, judge_packs, most=math.inf)
+    for shape in shapes:
+        if shape.ways > _MOST_PLANS:
+            continue
+        for recompute in _again(planner):
+            rows = _rows(planner, shape, recompute)
+            last = len(shape.places) - 1
+            ways = [(0, *cuts, last) for cuts in combinations(range(1, last), len(shape.devices) - 1)]
+            for least, cuts in sorted((_least(shape, rows, cuts), cuts) for cuts in ways):
+                if least >= step:
+                    break
+                plan = shape.cut(cuts, recompute)
+                if judge_of.step(plan) < step:
+                    best, step = plan, judge_of.step(plan)
+    return best, step
+
+
+def _least(shape: _Shape, rows: Sequence[Floats], cuts: Sequence[int]) -> float:
+    """Return seconds that a batch takes at least: all work of a device, and once that of the stages before its first
+    one. Where weight gradients are apart, devices wait for nothing with them, so the work of devices alone counts."""
+    busy, before, passed = dict[int, float](), dict[int, float](), 0.0
+    for row, device, (first, last) in zip(rows, shape.devices, pairwise(cuts), strict=True):
+        seconds = float(row[last] - row[first])
+        busy[device] = busy.get(device, 0.0) + shape.plan.count * seconds
+        before.setdefault(device, 0.0 if PACK_SCHEDULES[shape.plan.schedule].splits else passed)
+        passed += seconds
+    return max(busy[device] + before[device] for device in busy)
 
 
 def _even_cuts(rows: Sequence[Floats], devices: Sequence[int]) -> list[int]:

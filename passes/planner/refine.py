@@ -125,10 +125,10 @@ Checked = Callable[[Table, Fleet, PipelinePlan, int], Judged]
 
 class SimulatedSteps:
     """The times of plans by the simulator, each of them once; infinity of those that are illegal, do not fit,
-    or came when enough had been simulated."""
+    or came when enough had been simulated, of which `most` is the limit."""
 
-    def __init__(self, planner: Planner, cluster: Cluster, checked: Checked = judge) -> None:
-        self.planner, self.cluster, self._checked = planner, cluster, checked
+    def __init__(self, planner: Planner, cluster: Cluster, checked: Checked = judge, *, most: float = _ENOUGH) -> None:
+        self.planner, self.cluster, self._checked, self._most = planner, cluster, checked, most
         self.known: dict[PipelinePlan, float] = {}
         self._spent = 0
         local_cpus = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
@@ -139,7 +139,7 @@ class SimulatedSteps:
 
     def step(self, plan: PipelinePlan) -> float:
         if plan not in self.known:
-            if self._spent > _ENOUGH:
+            if self._spent > self._most:
                 return float("inf")
             judged = self._checked(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base)
             ranks = max(len(plan.devices), len(plan.stages))
