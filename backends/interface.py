@@ -74,6 +74,9 @@ class StageProgram(Protocol):
         """Run a graph, and give its results and the memory it took beside them, in the order of allocation; None where
         the back end cannot tell. Slower than a call."""
 
+    def uncaptured(self) -> Mapping[str, str]:
+        """Return why graphs are launched kernel by kernel on a device that can launch all of them at once, by graph."""
+
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Promise that these tensors, one per slot of the graph, keep their values from this call on. The program may
         keep what it derives from them. Calls with other tensors give the right result, too. For graphs that only read

@@ -107,6 +107,9 @@ class NumpyProgram:
         self._graphs = {g.name: g for g in graphs}
         self._signatures = {g.name: signature(g) for g in graphs}
 
+    def uncaptured(self) -> dict[str, str]:
+        return {}
+
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Hold nothing: operands are used as they are, and all of them are read."""
         return frozenset()

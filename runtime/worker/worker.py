@@ -14,6 +14,7 @@ import gc
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -102,8 +103,9 @@ class Worker:
             receive,
             status,
         )
-        self.entry = bundle.rank(rank)
-        self.module: Module = bundle.module
+        self.entry, self.module = bundle.rank(rank), bundle.module
+        # Why graphs are launched kernel by kernel, as far as it was said.
+        self._said = set[tuple[str, str]]()
         # The modules of all sizes, and one with the graphs of all of them.
         self.sizes = sizes_of(bundle)
         self.whole = all_rungs(bundle.ladder) if self.module.bounds else self.module
@@ -279,6 +281,11 @@ class Worker:
             feed.close()
 
     def _finish_run(self) -> None:
+        for stage in self.executor.stages.values():
+            for graph, reason in stage.program.uncaptured().items():
+                if (graph, reason) not in self._said:
+                    self._said.add((graph, reason))
+                    print(f"{graph} is launched kernel by kernel: {reason}", file=sys.stderr, flush=True)
         if self.executor.events is not None:
             blocks = () if self.executor.ledger is None else self.executor.ledger.taken()
             collectives = tuple(self.exchange.events or ())

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backends.interface import ALIGNMENT, Exchange
+from penstock.backends.interface import ALIGNMENT, Exchange, Temporary
 from penstock.backends.tvm.run.load import TvmProgram
 from penstock.backends.tvm.run.machine import CUDA, VirtualMachine
 from penstock.backends.tvm.run.runtime_library import load_cuda_runtime
+from penstock.backends.tvm.run.watch import watched
 from penstock.ir.graph import Graph
 
 from . import torch_calls
+from .captures import Captures, is_wanted
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,7 @@ class CudaProgram(TvmProgram):
         carried: Sequence[Path] = (),
     ) -> None:
         super().__init__(library, graphs, threads, device, exchange, carried)
+        self.captures = Captures(self._machine, graphs, device, super().call) if is_wanted() else None
 
     def _open(self, library: Path) -> VirtualMachine:
         load_cuda_runtime()
@@ -53,4 +56,15 @@ class CudaProgram(TvmProgram):
 
         with torch.cuda.device(self.device):
             # The virtual machine works on torch's current stream; a graph without arguments would not tell it.
-            return super().call(graph, args)
+            return super().call(graph, args) if self.captures is None else self.captures.call(graph, args)
+
+    def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary]]:
+        """Run one graph kernel by kernel, and give the memory that it took for itself."""
+        import torch  # lazy: heavy
+
+        with torch.cuda.device(self.device):
+            return watched(self._machine, lambda: super(CudaProgram, self).call(graph, args))
+
+    def uncaptured(self) -> dict[str, str]:
+        """Return why graphs are launched kernel by kernel, though calls may be captured."""
+        return {} if self.captures is None else self.captures.reasons()

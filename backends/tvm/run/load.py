@@ -190,6 +190,10 @@ class TvmProgram:
         """Run one graph, and give the memory that it took for itself."""
         return watched(self._machine, lambda: self.call(graph, args))
 
+    def uncaptured(self) -> dict[str, str]:
+        """Return nothing: no CPU launches graphs."""
+        return {}
+
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Pack the operands that the graph's kernels take packed; calls with the same tensors need not pack them again.
         Graphs that pack the same tensors alike share what is packed. Return the places of the slots that calls do not

@@ -10,6 +10,10 @@
 // rest of its pages. Freed memory has no access. Kernels are those of a shared library (the "cubin"), which has a table
 // of them; an access outside of all memory ends the kernel, as on a GPU.
 //
+// A stream that is captured does nothing: what it is told becomes the nodes of a graph, with the memory that they touch. A graph is launched as one task.
+// It notices memory that has become another block since. During a capture its thread may neither wait for the device nor allocate: that ends the capture
+// with an error, which a program may go on from, and which is no line of the report.
+//
 // Everything that is wrong is a line of the report, and the error of this and all further calls.
 //
 // Built twice: as libcudart.so.13 with the state, and with STRAW_DRIVER as libcuda.so.1, linked with the first.
@@ -31,7 +35,8 @@ struct KernelRow {  // as tests/oracles/cuda/threads.py writes it
   const int* parameters;  // sizes, those of pointers negative, 0 at the end
 };
 typedef void (*LaunchBlocks)(void (*)(void**), void**, int, int, int);
-enum { OK = 0, INVALID_VALUE = 1, NO_MEMORY = 2, BAD_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, UNSUPPORTED = 801 };
+enum { OK = 0, INVALID_VALUE = 1, NO_MEMORY = 2, BAD_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, UNSUPPORTED = 801,
+  NOT_IN_CAPTURE = 900, BROKEN_CAPTURE = 901 };
 
 struct CHandle { char bytes[64]; };
 
@@ -76,13 +81,17 @@ const unsigned char POISON = 0xff, PATTERN = 0xa5;
 
 struct Stream;
 struct Mark { Stream* stream; uint64_t position; };
-struct Task { std::string what; std::vector<Mark> waits; std::function<void()> run; };
+struct Task { std::string what; std::vector<Mark> waits; std::function<void()> run; std::vector<void*> touched; };
+struct Node { std::string what; std::function<void()> run; std::vector<std::pair<void*, uint64_t>> touched; };
+struct Capture { long thread; std::string broken; std::vector<Node> nodes; };
+typedef std::shared_ptr<std::vector<Node>> Nodes;
 struct Stream {
   int device;
   bool blocking, is_default;
   uint64_t queued = 0, done = 0;
   bool running = false;
   std::deque<Task> tasks;
+  std::unique_ptr<Capture> capture;
 };
 struct Block { char *map, *base; size_t mapped, size; int device; uint64_t number; };  // device -1: pinned host memory, which
 // is the caller's where nothing is mapped
@@ -110,6 +119,7 @@ std::string last;
 int sticky = OK;
 uint64_t allocations = 0, waits_done = 0, tasks_done = 0;
 uint64_t waits_of_main = 0;  // waits of the process's first thread
+uint64_t orders_of_main = 0, graphs_done = 0, nodes_done = 0;  // what the first thread told streams; graphs, and what they did
 std::map<int, size_t> used;
 thread_local int current = 0;
 thread_local int recent = OK;
@@ -136,6 +146,17 @@ std::string spelled(const char* format, ...) {
   return text;
 }
 int fault(int code, const char* kind, const std::string& text) { return straw_fault(code, kind, text.c_str()); }
+
+int refuse(const std::string& text) { last = "capture: " + text; return recent = NOT_IN_CAPTURE; }
+// An error for what may not be done while this thread captures a stream, which breaks that capture.
+int breaks_capture(const char* what) {
+  for (Stream* stream : streams)
+    if (stream->capture && stream->capture->thread == syscall(SYS_gettid)) {
+      stream->capture->broken = spelled("%s during a capture", what);
+      return refuse(stream->capture->broken);
+    }
+  return OK;
+}
 
 Block* block_of(const void* address) {
   auto after = live.upper_bound((char*)address);
@@ -328,16 +349,26 @@ void count_wait() {
   waits_of_main += syscall(SYS_gettid) == getpid();
 }
 int wait_for(Stream* stream) {
+  if (int code = stream->capture || stream->is_default ? breaks_capture("a wait for a stream") : OK) return code;
   count_wait();
   run_to(stream, stream->queued);
   return recent = sticky;
 }
 int wait_for_device(int device) {
+  if (int code = breaks_capture("a wait for the device")) return code;
   count_wait();
   for (Stream* stream : streams) if (stream->device == device) run_to(stream, stream->queued);
   return recent = sticky;
 }
 int queue(Stream* stream, Task task) {
+  if (stream->capture) {
+    Node node{task.what, task.run, {}};
+    for (void* pointer : task.touched)
+      if (Block* block = pointer ? block_of(pointer) : nullptr) node.touched.push_back({pointer, block->number});
+    stream->capture->nodes.push_back(std::move(node));
+    return recent = sticky;
+  }
+  orders_of_main += syscall(SYS_gettid) == getpid();
   // The default stream waits for all that do not say otherwise, and they for it.
   for (Stream* other : streams)
     if (other != stream && other->device == stream->device && other->blocking && stream->blocking &&
@@ -386,6 +417,7 @@ int copy(void* to, const void* from, size_t size, int to_device, int from_device
   std::string what = spelled("copy of %zu bytes", size);
   if (from_device < 0 && !source) {
     // The runtime takes pageable memory over before it returns.
+    if (stream->capture) return breaks_capture("a copy from memory of the host that is not pinned");
     std::string taken((const char*)from, size);
     return queue(stream, {what, {}, [=] {
       if (to_device < 0 || inside("copy to", to, size, to_device)) memcpy(to, taken.data(), size);
@@ -394,7 +426,7 @@ int copy(void* to, const void* from, size_t size, int to_device, int from_device
   queue(stream, {what, {}, [=] {
     bool there = (to_device < 0 && !target) || inside("copy to", to, size, to_device);
     if (there && inside("copy from", from, size, from_device)) memcpy(to, from, size);
-  }});
+  }, {to, (void*)from}});
   return to_device < 0 && !target ? wait_for(stream) : recent;
 }
 int side_of(const void* address) { Block* block = block_of(address); return block ? block->device : -1; }
@@ -437,6 +469,7 @@ void straw_end() {
   size_t left = 0;
   for (auto& [_, block] : live) left += block.device == busiest->device;
   log_line(spelled("end %d %lu %lu %lu %zu", busiest->device, waits_of_main, waits_done - waits_of_main, tasks_done, left));
+  log_line(spelled("work %d %lu %lu %lu", busiest->device, orders_of_main, graphs_done, nodes_done));
 }
 void straw_clear() {
   LOCKED;
@@ -446,6 +479,7 @@ void straw_clear() {
 }
 // What was done: tasks and waits. Tests read differences.
 void straw_counts(uint64_t* tasks, uint64_t* waits) { LOCKED; *tasks = tasks_done; *waits = waits_done; }
+void straw_orders(uint64_t* orders) { LOCKED; *orders = orders_of_main; }
 int straw_allocate(void** out, size_t size, int device) { LOCKED; return allocate(out, size, device); }
 int straw_is_pinned(const void* address) { LOCKED; Block* block = block_of(address); return block && block->device < 0; }
 // Work of a program on a stream, which touches some pointers; and memory that is freed behind such work.
@@ -459,7 +493,7 @@ int straw_queue(void* handle, const char* what, void (*run)(void*), void* data, 
   return queue(stream, {name, {}, [=] {
     for (void* pointer : touched) if (pointer && !inside(name.c_str(), pointer, 0, device)) return;
     run(data);
-  }});
+  }, touched});
 }
 int straw_free_later(void* address, void* handle, int device) {
   LOCKED;
@@ -508,7 +542,7 @@ int straw_launch(const KernelRow* row, LaunchBlocks launch, int home, const CUla
       return;
     }
     for (void* pointer : pointers) if (pointer) look_around(*block_of(pointer), name.c_str());
-  }});
+  }, pointers});
 }
 
 int cudaGetDeviceCount(int* count) { *count = device_count(); return OK; }
@@ -534,12 +568,13 @@ int cudaGetLastError() { int code = recent; recent = sticky; return code; }
 int cudaPeekAtLastError() { return recent; }
 int cudaMemGetInfo(size_t* free, size_t* total) { LOCKED; *total = CAPACITY; *free = CAPACITY - std::min(CAPACITY, used[current] + used_elsewhere(current)); return OK; }
 
-int cudaMalloc(void** out, size_t size) { LOCKED; return sticky ? sticky : allocate(out, size, current); }
-int cudaFree(void* address) { LOCKED; wait_for_device(side_of(address)); return release(address, false, "cudaFree"); }
-int cudaMallocHost(void** out, size_t size) { LOCKED; return allocate(out, size, -1); }
-int cudaFreeHost(void* address) { LOCKED; return release(address, true, "cudaFreeHost"); }
+int cudaMalloc(void** out, size_t size) { LOCKED; if (int code = breaks_capture("cudaMalloc")) return code; return sticky ? sticky : allocate(out, size, current); }
+int cudaFree(void* address) { LOCKED; if (int code = breaks_capture("cudaFree")) return code; wait_for_device(side_of(address)); return release(address, false, "cudaFree"); }
+int cudaMallocHost(void** out, size_t size) { LOCKED; if (int code = breaks_capture("cudaMallocHost")) return code; return allocate(out, size, -1); }
+int cudaFreeHost(void* address) { LOCKED; if (int code = breaks_capture("cudaFreeHost")) return code; return release(address, true, "cudaFreeHost"); }
 int cudaHostRegister(void* address, size_t size, unsigned) {
   LOCKED;
+  if (int code = breaks_capture("cudaHostRegister")) return code;
   if ((uintptr_t)address % PAGE || block_of(address))
     return fault(INVALID_VALUE, "register", spelled("%p is on no page, or %s", address, place_of(address).c_str()));
   // A fault that tests ask for: memory is not pinned after all.
@@ -651,6 +686,8 @@ int cudaStreamWaitEvent(void* handle, void* event, unsigned) {
   LOCKED;
   Stream* stream = stream_of(handle);
   if (!stream || !events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such stream or event");
+  // Streams that are forked within a capture are not made here.
+  if (stream->capture) return breaks_capture("a wait for an event of before");
   SharedMark* shared = ((Event*)event)->shared;
   if (shared && !((Event*)event)->is_own) {
     // A fault that tests ask for: no device waits for that of another process.
@@ -667,6 +704,7 @@ int cudaEventRecord(void* event, void* handle) {
   LOCKED;
   Stream* stream = stream_of(handle);
   if (!stream || !events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such stream or event");
+  if (stream->capture) return breaks_capture("an event");
   Event* e = (Event*)event;
   std::shared_ptr<double> at = e->at = std::make_shared<double>(-1);
   SharedMark* shared = e->shared;
@@ -684,6 +722,7 @@ int cudaEventRecord(void* event, void* handle) {
 int cudaEventSynchronize(void* event) {
   LOCKED;
   if (!events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such event");
+  if (int code = breaks_capture("a wait for an event")) return code;
   Mark mark = ((Event*)event)->mark;
   count_wait();
   if (mark.stream) run_to(mark.stream, mark.position);
@@ -692,6 +731,7 @@ int cudaEventSynchronize(void* event) {
 int cudaEventQuery(void* event) {
   LOCKED;
   if (!events.count((Event*)event)) return fault(BAD_HANDLE, "event", "no such event");
+  if (int code = breaks_capture("a look at an event")) return code;
   Mark mark = ((Event*)event)->mark;
   if (sticky) return recent = sticky;
   return !mark.stream || mark.stream->done >= mark.position ? OK : NOT_READY;
@@ -705,9 +745,49 @@ int cudaEventElapsedTime(float* ms, void* first, void* second) {
   *ms = *to - *from;
   return OK;
 }
-#define GRAPH(name) int name() { return recent = UNSUPPORTED; }
-GRAPH(cudaGraphDestroy) GRAPH(cudaGraphExecDestroy) GRAPH(cudaGraphInstantiate) GRAPH(cudaGraphLaunch)
-GRAPH(cudaStreamBeginCapture) GRAPH(cudaStreamEndCapture)
+int cudaStreamBeginCapture(void* handle, int) {
+  LOCKED;
+  Stream* stream = stream_of(handle);
+  if (!stream) return BAD_HANDLE;
+  if (stream->is_default || stream->capture || sticky) return refuse("the default stream, or one that is captured");
+  if (int code = breaks_capture("a second capture")) return code;
+  stream->capture.reset(new Capture{syscall(SYS_gettid), "", {}});
+  return OK;
+}
+int cudaStreamEndCapture(void* handle, void** out) {
+  LOCKED;
+  *out = nullptr;
+  Stream* stream = stream_of(handle);
+  if (!stream || !stream->capture) return refuse("no capture ends here");
+  std::unique_ptr<Capture> capture = std::move(stream->capture);
+  if (!capture->broken.empty()) { last = "capture: " + capture->broken; return recent = BROKEN_CAPTURE; }
+  *out = new Nodes(new std::vector<Node>(std::move(capture->nodes)));
+  return recent = OK;
+}
+int cudaGraphInstantiate(void** out, void* graph, unsigned long long) { LOCKED; *out = new Nodes(*(Nodes*)graph); return OK; }
+int cudaGraphDestroy(void* graph) { LOCKED; delete (Nodes*)graph; return OK; }
+int cudaGraphExecDestroy(void* graph) { LOCKED; delete (Nodes*)graph; return OK; }
+int cudaGraphLaunch(void* graph, void* handle) {
+  LOCKED;
+  Stream* stream = stream_of(handle);
+  if (!stream) return BAD_HANDLE;
+  if (stream->capture) return breaks_capture("a graph");
+  Nodes nodes = *(Nodes*)graph;
+  return queue(stream, {spelled("graph of %zu nodes", nodes->size()), {}, [=] {
+    graphs_done++;
+    for (Node& node : *nodes) {
+      for (auto& [pointer, number] : node.touched) {
+        Block* block = block_of(pointer);
+        if (block && block->number == number) continue;
+        fault(ILLEGAL_ADDRESS, "graph", spelled("%s: %p was in block %lu when it was captured, and is in %s",
+                                                node.what.c_str(), pointer, number, place_of(pointer).c_str()));
+      }
+      if (sticky) return;
+      node.run();
+      nodes_done++;
+    }
+  }});
+}
 }
 
 #else  // STRAW_DRIVER

@@ -76,6 +76,12 @@ def _pinned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
 
 
+def _fill(made: DeviceTensor, like: torch.Tensor) -> None:
+    """Fill a tensor by a kernel: no memory of the host is read."""
+    target = made.held
+    devices().queue("fill", [made], lambda: target.copy_(like))
+
+
 def _factory(before: Callable[..., Any], finish: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function of torch that makes tensors. `finish` fills one that lies on a device."""
 
@@ -84,7 +90,9 @@ def _factory(before: Callable[..., Any], finish: Callable[..., Any] | None) -> C
         if device is not None and torch.device(device).type == "cuda":
             like = before(*args, **options)
             made = devices().empty(like.shape, like.dtype, index_of(device))
-            return made if finish is None or not like.numel() else made.copy_(like)
+            if finish and like.numel():
+                finish(made, like)
+            return made
         if pin_memory:
             like = before(*args, **options)
             return _pinned(like.shape, like.dtype).copy_(like)
@@ -138,12 +146,20 @@ def install(folder: Path) -> Devices:
         "Event": streams.Event,
         "stream": streams.Streaming,
         "current_stream": streams.current_stream,
+        "CUDAGraph": streams.CUDAGraph,
+        "graph_pool_handle": streams.graph_pool_handle,
         "cudart": lambda: runtime,
         "can_device_access_peer": lambda device, other: True,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    for name, finish in (("empty", None), ("zeros", True), ("ones", True), ("full", True), ("tensor", True)):
+    for name, finish in (
+        ("empty", None),
+        ("zeros", _fill),
+        ("ones", _fill),
+        ("full", _fill),
+        ("tensor", torch.Tensor.copy_),
+    ):
         setattr(torch, name, _factory(getattr(torch, name), finish))
     torch.as_tensor = _as_tensor  # type: ignore[assignment]
     torch.version.cuda = "13.0"

@@ -67,6 +67,12 @@ def load(folder: Path) -> ctypes.CDLL:
     runtime.cudaEventElapsedTime.argtypes = [pointer, pointer, pointer]
     runtime.cudaEventRecord.argtypes = [pointer, pointer]
     runtime.cudaStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
+    runtime.cudaStreamBeginCapture.argtypes = [pointer, ctypes.c_int]
+    runtime.cudaStreamEndCapture.argtypes = [pointer, pointer]
+    runtime.cudaGraphInstantiate.argtypes = [pointer, pointer, ctypes.c_ulonglong]
+    runtime.cudaGraphLaunch.argtypes = [pointer, pointer]
+    for name in ("cudaGraphDestroy", "cudaGraphExecDestroy"):
+        getattr(runtime, name).argtypes = [pointer]
     runtime.cudaFree.argtypes = [pointer]
     runtime.cudaFreeHost.argtypes = [pointer]
     runtime.cudaMalloc.argtypes = [pointer, size]

@@ -1,4 +1,6 @@
-"""Torch's streams and events over the driver of straw: what `torch.cuda.Stream`, `Event`, `stream` and `current_stream` are in a process with its devices.
+"""Torch's streams, events and graphs over the driver of straw: what `torch.cuda.Stream`, `Event`, `CUDAGraph`, `stream` and `current_stream` are in a
+process with its devices. A graph holds the memory that torch's operations took during its capture, as torch has a pool for it, and their code. Graphs share
+no memory, and streams do not fork within a capture.
 
 STRAW_FAULT leaves something out on purpose: `host` the waits for events in threads beside the first one, `stream` the waits of streams for events, `both`
 all of these, `clock` the times of events.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from .torch_device import devices
@@ -105,3 +108,48 @@ class Streaming:
 def current_stream(device: Any = None) -> Stream:
     """Return the current stream of this thread."""
     return Stream(device, devices().stream)
+
+
+class CUDAGraph:
+    """A captured piece of a stream."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._code: dict[int, Callable[[], object]] = {}
+        self._graph: int | None = None
+
+    def hold(self, memory: Any) -> None:
+        """Keep memory that an operation of the capture takes."""
+        self._held.append(memory)
+
+    def keep(self, number: int, work: Callable[[], object]) -> None:
+        """Keep the code of an operation of the capture."""
+        self._code[number] = work
+        devices().captured[number] = work
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        runtime, self._stream = devices().runtime, devices().stream
+        modes = ("global", "thread_local", "relaxed")
+        devices().check(runtime.cudaStreamBeginCapture(self._stream, modes.index(capture_error_mode)))
+        devices().capturing = self
+
+    def capture_end(self) -> None:
+        runtime, graph, made = devices().runtime, ctypes.c_void_p(), ctypes.c_void_p()
+        devices().capturing = None
+        devices().check(runtime.cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+        devices().check(runtime.cudaGraphInstantiate(ctypes.byref(made), graph, 0))
+        devices().check(runtime.cudaGraphDestroy(graph))
+        self._graph = made.value
+
+    def replay(self) -> None:
+        devices().check(devices().runtime.cudaGraphLaunch(self._graph, devices().stream))
+
+    def __del__(self) -> None:
+        # Launches that still stand in a queue keep what the driver needs; code that they run stays.
+        if self._graph is not None:
+            devices().runtime.cudaGraphExecDestroy(self._graph)
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """Return a name of a pool, which no graph of straw shares."""
+    return (0, 1)

@@ -16,12 +16,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .kernels import IN_PLACE, KERNELS
+
+if TYPE_CHECKING:
+    from .streams import CUDAGraph
 
 _ADDRESS = ctypes.c_void_p
 _CALLBACK = ctypes.CFUNCTYPE(None, _ADDRESS)
@@ -104,6 +107,8 @@ class Devices:
         self._numbers, self._callback = itertools.count(1), _CALLBACK(self._run)
         runtime.straw_queue.argtypes = [_ADDRESS, ctypes.c_char_p, _CALLBACK, _ADDRESS, ctypes.c_int, _ADDRESS]
         self.failures: list[BaseException] = []
+        # The code of operations in graphs, by number.
+        self.captured: dict[int, Callable[[], object]] = {}
         # A fault that tests ask for: no copy to the host waits.
         self.waits = True
 
@@ -114,6 +119,15 @@ class Devices:
     @stream.setter
     def stream(self, handle: int) -> None:
         self._state.stream = handle
+
+    @property
+    def capturing(self) -> CUDAGraph | None:
+        """The capture of this thread that is under way."""
+        return getattr(self._state, "capturing", None)
+
+    @capturing.setter
+    def capturing(self, graph: CUDAGraph | None) -> None:
+        self._state.capturing = graph
 
     def check(self, code: int) -> None:
         """Raise the error of a function of the runtime."""
@@ -144,7 +158,10 @@ class Devices:
     def queue(self, what: str, tensors: Sequence[DeviceTensor], work: Callable[[], object]) -> None:
         """Queue work of torch, which touches some tensors, on the current stream."""
         number = next(self._numbers)
-        self._waiting[number] = work
+        if self.capturing is None:
+            self._waiting[number] = work
+        else:
+            self.capturing.keep(number, work)
         pointers = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
         with self.on(tensors[0].index):
             self.check(
@@ -153,7 +170,8 @@ class Devices:
 
     def _run(self, number: int) -> None:
         try:
-            self._waiting.pop(number)()
+            work = self._waiting.pop(number, None) or self.captured[number]
+            work()
         except BaseException as error:  # raised by the next wait
             self.failures.append(error)
 
@@ -171,6 +189,8 @@ class Devices:
         )
         nbytes = meta.untyped_storage().nbytes()
         memory = Memory(self, max(nbytes, 1), index)
+        if self.capturing is not None:
+            self.capturing.hold(memory)
         flat = torch.frombuffer((ctypes.c_char * max(nbytes, 1)).from_address(memory.address), dtype=torch.uint8)
         held = flat[:nbytes].view(dtype).as_strided(meta.shape, meta.stride())
         return DeviceTensor(held, memory, index)

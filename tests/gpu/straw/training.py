@@ -1,7 +1,8 @@
 """A program: trainings on devices of straw, by ranks in processes of their own, against the same trainings by the interpreter.
 
 In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults, and by device the
-waits of its rank's loop and of other threads, its tasks, and the blocks that are left when everything is done.
+waits of its rank's loop and of other threads, its tasks, and the blocks that are left when everything is done; also
+what the rank's loop told its streams, the graphs that were launched, and what these did.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[flo
     return [row["loss"] for row in rows if "loss" in row]
 
 
+def _numbers(lines: list[str], kind: str) -> dict[str, list[int]]:
+    """Return the numbers of lines of one kind, by device."""
+    return {d: list(map(int, n)) for d, *n in (line.split()[1:] for line in lines if line.startswith(kind))}
+
+
 def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
     """Run trainings; return what there is to say of each."""
     said: list[dict[str, object]] = []
@@ -99,10 +105,9 @@ def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
             {
                 "losses": on_straw,
                 "expected": expected,
-                "faults": [line for line in lines if not line.startswith("end ")],
-                "ends": {
-                    d: list(map(int, n)) for d, *n in (line.split()[1:] for line in lines if line.startswith("end "))
-                },
+                "faults": [line for line in lines if not line.startswith(("end ", "work "))],
+                "ends": _numbers(lines, "end "),
+                "work": _numbers(lines, "work "),
             }
         )
     return said

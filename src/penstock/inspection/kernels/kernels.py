@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.backends.tvm.cuda.captures import never_captured
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module, Op
@@ -192,6 +193,8 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
             if graph is not None:
                 lines.append(_division_line(graph, of_stage))
                 lines += _library_lines(graph)
+                if device.kind == "cuda" and (reason := never_captured(graph)):
+                    lines.append(f"{graph.name}: launched kernel by kernel, as {reason}")
         lines.append("")
     return "\n".join(lines).rstrip()
 

@@ -1,0 +1,192 @@
+"""A program: one stage on a device of straw, whose calls are captured, against the same calls kernel by kernel, and faults that are put in on purpose.
+
+Out: a line of JSON: by the name of a case what differs, what the driver reports, the captured calls of each graph, the reasons, and what the stream was told
+for the last call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu.straw import libraries
+from gpu.straw.torch_device import devices
+
+from penstock.backends.interface import CompileOptions
+from penstock.backends.tvm.cuda import captures, torch_calls
+from penstock.backends.tvm.cuda.build import build_graphs
+from penstock.backends.tvm.cuda.load import CudaProgram
+from penstock.backends.tvm.run.machine import give_back
+from penstock.ir.graph import Graph, Op, Value
+from penstock.ir.ops import make
+from penstock.ir.types import TensorType
+
+STRAW, GPU, N = devices(), torch.device("cuda", 0), 48
+CALLS = 9
+
+
+def graphs() -> list[Graph]:
+    """Return a forward with a product and two results, and a backward that takes both and adds to a variable."""
+    x, dy = (Value(name, TensorType("f32", (N, N))) for name in ("x", "dy"))
+    product = make("matmul", [x, x], ["p"])
+    product = Op(product.kind, product.ins, product.outs, {**product.attrs, "library": "torch"})
+    tanh = make("tanh", product.outs, ["t"])
+    root = make("exp", tanh.outs, ["e"])
+    forward = Graph("s0.F", (x,), root.outs, (product, tanh, root), saved=tanh.outs)
+    scaled = make("mul", [dy, tanh.outs[0]], ["m"])
+    total = make("neg", scaled.outs, ["n"])
+    added = Op("accum", total.outs, (), {"var": "w"})
+    return [forward, Graph("s0.B", (dy, tanh.outs[0]), (), (scaled, total, added))]
+
+
+def on_gpu(array: np.ndarray) -> torch.Tensor:
+    return torch.empty(array.shape, device=GPU).copy_(torch.from_numpy(array))
+
+
+def worked(program: CudaProgram, calls: int = CALLS, flight: int = 2) -> tuple[list[np.ndarray], np.ndarray]:
+    """Call forward and backward for some microbatches, a number of them in flight; return all results and the variable."""
+    random = np.random.default_rng(0)
+    w, results = torch.zeros(N, N, device=GPU), []
+    w.is_variable = True  # type: ignore[attr-defined]
+    waiting: list[Sequence[torch.Tensor]] = []
+    for _ in range(calls):
+        x, dy = (random.standard_normal((N, N)).astype(np.float32) / 4 for _ in range(2))
+        waiting.append((*program.call("s0.F", [on_gpu(x)]), on_gpu(dy)))
+        if len(waiting) == flight:
+            y, saved, dy_there = waiting.pop(0)
+            results.append(y.cpu().numpy())
+            program.call("s0.B", [dy_there, saved, w])
+    return results, w.cpu().numpy()
+
+
+def synchronising(before: Callable[..., None]) -> Callable[..., None]:
+    """Return a library call that looks at a result."""
+
+    def call(a: Any, outs: Sequence[torch.Tensor], *ins: torch.Tensor) -> None:
+        before(a, outs, *ins)
+        outs[0].sum().item()
+
+    return call
+
+
+def orders() -> int:
+    """Return how often streams were told something."""
+    number = ctypes.c_uint64()
+    STRAW.runtime.straw_orders(ctypes.byref(number))
+    return number.value
+
+
+class Cases:
+    """The cases; each changes something, and puts it back."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = library
+        self.expected = worked(self.program(wanted=False))
+
+    def program(self, wanted: bool = True) -> CudaProgram:
+        program = CudaProgram(self.library, graphs(), GPU)
+        program.captures = program.captures if wanted else None
+        return program
+
+    def said(self, program: CudaProgram, **more: object) -> dict[str, object]:
+        """Return what there is to say of a program that works as it should, or does not."""
+        try:
+            results, w = worked(program)
+            same = all(np.array_equal(a, b) for a, b in zip(results, self.expected[0], strict=True))
+            wrong = [] if same and np.array_equal(w, self.expected[1]) else ["results differ"]
+        except RuntimeError as error:
+            wrong = [f"error: {str(error).strip().splitlines()[-1]}"]
+        report = libraries.report(STRAW.runtime)
+        STRAW.runtime.straw_clear()
+        STRAW.failures.clear()
+        assert program.captures is not None
+        return {
+            "wrong": wrong,
+            "report": report,
+            "numbers": program.captures.numbers(),
+            "reasons": program.uncaptured(),
+            **more,
+        }
+
+    def sound(self) -> dict[str, object]:
+        program, plain = self.program(), self.program(wanted=False)
+        said, told = self.said(program), []
+        for one in (program, plain):
+            x = on_gpu(np.zeros((N, N), np.float32))
+            before = orders()
+            results = one.call("s0.F", [x])
+            told.append(orders() - before)
+            del results
+        return {**said, "told": told}
+
+    def callback_that_waits(self) -> dict[str, object]:
+        before = torch_calls.CALLS["matmul"]
+        torch_calls.CALLS["matmul"] = synchronising(before)
+        try:
+            return self.said(self.program())
+        finally:
+            torch_calls.CALLS["matmul"] = before
+
+    def allocation(self) -> dict[str, object]:
+        """The pool has no memory when a capture begins."""
+        kind = captures.Captures
+        before, kind._reserve = kind._reserve, lambda self, calls: give_back()
+        try:
+            return self.said(self.program())
+        finally:
+            kind._reserve = before
+
+    def other_address(self) -> dict[str, object]:
+        """The variable is another tensor, and captured calls are not told."""
+        program, before = self.program(), captures._address
+        captures._address = lambda x: 0 if hasattr(x, "is_variable") else x.data_ptr()
+        try:
+            worked(program)
+            return self.said(program)
+        finally:
+            captures._address = before
+
+    def short_of_memory(self) -> dict[str, object]:
+        """Less memory is free than twice what a captured call takes."""
+        before, torch.cuda.mem_get_info = torch.cuda.mem_get_info, lambda device: (4 * N * N, 1 << 32)
+        try:
+            return self.said(self.program())
+        finally:
+            torch.cuda.mem_get_info = before
+
+    def results_in_use(self) -> dict[str, object]:
+        """A captured call is launched though tensors lie in its results."""
+        kind = captures.CapturedCall
+        before, kind.is_free = kind.is_free, lambda self: True
+        try:
+            return self.said(self.program())
+        finally:
+            kind.is_free = before
+
+    def blocks_let_go(self) -> dict[str, object]:
+        """Temporaries of a captured call go back to the pool, and from there to the device."""
+        program = self.program()
+        worked(program)
+        assert program.captures is not None
+        for calls in program.captures._calls.values():
+            for captured in (c for some in calls.captured.values() for c in some):
+                captured._blocks.clear()
+        give_back()
+        return self.said(program)
+
+
+def main(folder: Path) -> dict[str, Any]:
+    """Run every case."""
+    cases = Cases(build_graphs(graphs(), folder / "stage.so", CompileOptions("sm_90")).path)
+    names = [n for n in vars(Cases) if not n.startswith("_") and n not in ("program", "said")]
+    return {name: getattr(cases, name)() for name in names}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))
