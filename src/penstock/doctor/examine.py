@@ -9,9 +9,10 @@ rates, and problems in plain words.
     links      messages between two processes of this machine, and what their ends take of them; of several hosts, every
                pair (links.py): the median is their class, a pair that is more than a fifth off gets links of its own,
                and a host's network card has the rate of its fastest pair
-    GPUs       by nvidia-ml-py, with the rates of their data sheets; copies to and from them by torch, where it can
+    GPUs       by nvidia-ml-py; rates, launches and copies between them in a process of its own (gpu_rates.py), where
+               torch sees them, and else the rates of their data sheets; copies to and from them by torch
 
-Limits: rates of GPUs are not measured. The load of other programs meanwhile is measured along. Pairs of hosts are
+Limits: the load of other programs meanwhile is measured along. Pairs of hosts are
 measured one at a time.
 """
 
@@ -50,6 +51,7 @@ from penstock.support.errors import PenstockError, UsageError
 from penstock.support.helper_processes import failure, outputs, start
 from penstock.support.processes import command_of
 
+from .gpu_rates import GpuEdge, HostGpus, measure_gpus, with_gpu_rates
 from .kernels import BUSY, Rates, compile_yardsticks, granted, with_rates
 from .links import Loopback, Wire, fit, measure_loopback, measure_pairs
 
@@ -81,6 +83,8 @@ class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loopback_times: list[tuple[int, float]] = []
     end_times: list[tuple[int, float]] = []
     shared_end_times: list[tuple[int, float]] = []
+    # Copies between GPUs.
+    gpu_edges: list[GpuEdge] = []
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,9 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     gpus, why = machine.gpus()
     if why and (gpus or any(Path("/dev").glob("nvidia[0-9]*")) or "not installed" not in why):
         problems.append(f"GPUs: {why}")
-    devices += [device_of_gpu(gpu) for gpu in gpus]
+    on_gpus = _measured_gpus(gpus, say)
+    problems += on_gpus.problems
+    devices += [_gpu_with_rates(gpu, on_gpus) for gpu in gpus]
     say("messages between two processes of this machine")
     loopback = Loopback([], [], [])
     try:
@@ -197,12 +203,27 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         machine.free_memory(),
         [_plain(device) for device in devices],
         tuple(_rounded(fit(loopback.times))) if loopback.times else None,  # type: ignore[arg-type]
-        _measured_copies(problems) if gpus else None,
+        _measured_copies() if gpus else None,
         problems,
         loopback.times,
         loopback.ends,
         loopback.shared_ends,
+        on_gpus.edges,
     )
+
+
+def _measured_gpus(gpus: Sequence[machine.Gpu], say: Say) -> HostGpus:
+    """Measure GPUs, if there are any."""
+    if not gpus:
+        return HostGpus()
+    say(f"measuring {len(gpus)} GPUs")
+    return measure_gpus(gpus)
+
+
+def _gpu_with_rates(gpu: machine.Gpu, measured: HostGpus) -> Device:
+    """Return a GPU with its measured rates, or those of its sheet where there are none."""
+    device, rates = device_of_gpu(gpu), measured.rates.get(gpu.index)
+    return device if rates is None else with_gpu_rates(device, rates)
 
 
 def _versions() -> dict[str, str]:
@@ -250,12 +271,11 @@ def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[R
     return [msgspec.json.decode(out, type=Rates) for out, _ in written]
 
 
-def _measured_copies(problems: list[str]) -> tuple[float, float] | None:
-    """Measure copies from pinned memory to the first GPU and back, by torch; None and a problem where it cannot."""
+def _measured_copies() -> tuple[float, float] | None:
+    """Measure copies from pinned memory to the first GPU and back, by torch; None where it cannot."""
     import torch
 
     if not torch.cuda.is_available():
-        problems.append("GPUs: torch sees none, so copies to them were not measured and stages on them cannot run here")
         return None
     times = []
     for size in (4 << 10, 256 << 10, 4 << 20, 64 << 20):
@@ -294,6 +314,9 @@ def cluster_of(hosts: Sequence[HostFacts], pairs: dict[tuple[int, int], Wire]) -
                 LinkClass(kind, *_rounded(Wire(*(statistics.median(part) for part in zip(*wires, strict=True)))))
             )
     links: list[Link] = []
+    for host, of_host in zip(hosts, names, strict=True):
+        on_gpus = [name for name, plain in zip(of_host, host.devices, strict=True) if _device(plain).kind == "cuda"]
+        links += [Link(on_gpus[e.source], on_gpus[e.target], e.bandwidth, e.latency) for e in host.gpu_edges]
     usual = next((c for c in classes if c.kind == OTHER_HOST), None)
     for (a, b), wire in sorted(pairs.items()):
         assert usual is not None

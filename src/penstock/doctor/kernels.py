@@ -32,7 +32,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -62,7 +62,7 @@ _UPDATED = 1 << 23
 _WORKING = tuple(1 << n for n in range(16, 25))
 # The cache that counts is the one that holds what a layer works on.
 _LAYER = (3 << 20, 12 << 20)
-_TINY = 32
+TINY = 32
 # Operands of a yardstick are spread over so many bytes, but for those that measure a place in memory.
 _SPREAD, _MOST_SETS = 16 << 20, 16
 # Elements of an operand, after which they repeat.
@@ -158,16 +158,20 @@ def _memory() -> list[Yardstick]:
 
 
 def _starts() -> list[Yardstick]:
-    """Return graphs of kernels that do next to nothing."""
-    sticks = []
-    for count in (1, 1 + _TINY):
+    return [Yardstick(graph.name.removeprefix("s0."), "overhead", graph) for graph in launch_graphs()]
+
+
+def launch_graphs() -> list[Graph]:
+    """Return graphs of kernels that do next to nothing: of one, and of many."""
+    graphs = []
+    for count in (1, 1 + TINY):
         x = Value("x0", TensorType("f32", (16,)))
         ops: list[Op] = []
         for i in range(count):
             # A sum over a row ends a kernel: these cannot be one.
             ops.append(make("cumsum", (ops[-1].outs if ops else (x,)), [f"y{i}"], "", axis=0))
-        sticks.append(Yardstick(f"tiny{count}", "overhead", Graph(f"s0.tiny{count}", (x,), ops[-1].outs, tuple(ops))))
-    return sticks
+        graphs.append(Graph(f"s0.tiny{count}", (x,), ops[-1].outs, tuple(ops)))
+    return graphs
 
 
 def _one(name: str, key: str, kind: str, *types: tuple[str, tuple[int, ...]], **attrs: object) -> Yardstick:
@@ -298,9 +302,7 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     # Two lists are read, and one is written.
     working = {y.name: 2 * bytes_of[y.name] for y in yardsticks() if y.key in ("bandwidth", "cache")}
     bytes_of |= {name: 1.5 * count for name, count in working.items()}
-    single, many = seconds["tiny1"], seconds[f"tiny{1 + _TINY}"]
-    overhead = max(0.0, (many - single) / _TINY)
-    call = max(0.0, single - overhead)
+    overhead, call = launch_overheads(seconds)
 
     def rate(key: str, amount: dict[str, float]) -> float:
         """Return the rate over all yardsticks of a key, the cost of a call beside the kernel left out."""
@@ -325,11 +327,18 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     efficiency["layout.bytes"] = rate("layout.bytes", bytes_of) / near
     efficiency["updates.bytes"] = rate("updates.bytes", bytes_of) / bandwidth
     return Rates(
-        threads, _round(flops), _round(bandwidth), cache, _round(cache_bandwidth), _round(overhead), _round(call),
-        {key: _round(share) for key, share in efficiency.items()},
-        {"f32": _round(flops)}
-        | {d: _round(rate(f"products.{d}", flops_of)) for d in ("bf16", "f16") if f"products.{d}" in by_key},
+        threads, round_rate(flops), round_rate(bandwidth), cache, round_rate(cache_bandwidth), round_rate(overhead),
+        round_rate(call), {key: round_rate(share) for key, share in efficiency.items()},
+        {"f32": round_rate(flops)}
+        | {d: round_rate(rate(f"products.{d}", flops_of)) for d in ("bf16", "f16") if f"products.{d}" in by_key},
     )  # fmt: skip
+
+
+def launch_overheads(seconds: Mapping[str, float]) -> tuple[float, float]:
+    """Return what a kernel takes beside its work, and a call beside its kernels, by the times of `launch_graphs`."""
+    single, many = seconds["tiny1"], seconds[f"tiny{1 + TINY}"]
+    overhead = max(0.0, (many - single) / TINY)
+    return overhead, max(0.0, single - overhead)
 
 
 def _cache_of(curve: Sequence[tuple[int, float]], far: float) -> tuple[int, float]:
@@ -346,7 +355,7 @@ def _cache_of(curve: Sequence[tuple[int, float]], far: float) -> tuple[int, floa
     return size, near
 
 
-def _round(number: float) -> float:
+def round_rate(number: float) -> float:
     """Round to three digits: there is no more in a measurement."""
     return float(f"{number:.3g}")
 

@@ -20,6 +20,7 @@ ENTRY_POINTS = {
     "links": "penstock.doctor.links",
     "yardsticks": "penstock.doctor.kernels",
     "local rates": "penstock.doctor.local_rates",
+    "gpu rates": "penstock.doctor.gpu_rates",
     # Forks ranks, and what it imports for them.
     "forkserver": "penstock.runtime.launch.forkserver",
     "rank": "penstock.runtime.worker.worker",

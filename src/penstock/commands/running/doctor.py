@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import add_settings, settings_from
+from penstock.ir.cluster.cluster import MEASURED
 from penstock.ir.cluster.gpus import sheet_of
 from penstock.support.atomic_files import replacing
 from penstock.support.errors import UsageError
@@ -105,10 +106,10 @@ def _plain(report: DoctorReport) -> dict[str, object]:
 
 
 def _sheet_lines(devices: Sequence[Device]) -> list[str]:
-    """Return what data sheets say of GPUs, whose rates are not measured."""
+    """Return what data sheets say of GPUs whose rates are not measured."""
     lines = []
     for device in devices:
-        if device.kind == "cuda":
+        if device.kind == "cuda" and device.source != MEASURED:
             sheet = sheet_of(device.target)
             rates = {"f32": sheet.f32, "tf32": sheet.tf32, "bf16": sheet.bf16, "f16": sheet.f16}
             listed = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in rates.items() if rate)
