@@ -3,6 +3,8 @@
     h.*.weight=[_,/tp]       a pattern of names and a layout
     preset:megatron          layouts by the structure of the model
     widths, widths:1.5       a width for each layer, with an amplification limit (planning/widths)
+    auto                     layouts chosen by price (planning/layouts)
+    none                     no layouts: all tensors are whole, whatever the model says
     FILE.toml                a table `layouts` of patterns and layouts, in order, and a list `presets`
     {"h.*.weight": (None, "tp"), "x": ("?", ("dp", "tp"))}       in Python, like partition specs of jax
     {"h.*.fc1": "Colwise", "h.*.fc2": RowwiseParallel()}         modules of torch, or a plan of parallelize_module
@@ -24,6 +26,7 @@ from penstock.support.errors import UsageError
 
 PRESET = "preset:"
 WIDTHS = "widths"
+AUTO, NONE = "auto", "none"
 
 
 def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axis: str = "tp") -> tuple[str, ...]:
@@ -33,19 +36,32 @@ def layouts_of(given: str | Path | Sequence[str] | Mapping[str, Any] | None, axi
     if isinstance(given, Mapping):
         return _from_python(given, axis)
     entries = [given] if isinstance(given, str | Path) else given
-    return tuple(text for entry in entries for text in _from_text(str(entry)))
+    texts = tuple(text for entry in entries for text in _from_text(str(entry)))
+    for word in (AUTO, NONE):
+        if word in texts and len(texts) > 1:
+            others = ", ".join(text for text in texts if text != word) or word
+            raise UsageError(
+                f"{word} says how all tensors lie, and other layouts are given", hint=f"leave out {others}"
+            )
+    return texts
 
 
 def _from_text(entry: str) -> Iterator[str]:
     entry = _with_axis(entry)
-    if is_preset(entry) or is_widths(entry) or ABOUT_MODULE.fullmatch(entry) or entry.endswith("]"):
+    if (
+        is_preset(entry)
+        or is_widths(entry)
+        or ABOUT_MODULE.fullmatch(entry)
+        or entry.endswith("]")
+        or entry in (AUTO, NONE)
+    ):
         yield entry
     elif entry.endswith(".toml"):
         yield from _from_file(Path(entry))
     else:
         raise UsageError(
             f"{entry!r} is no layout",
-            hint="give FILE.toml, preset:NAME, widths or PATTERN=[DIMENSION,...], such as 'w=[_,/tp]'",
+            hint="give auto, none, FILE.toml, preset:NAME, widths or PATTERN=[DIMENSION,...], such as 'w=[_,/tp]'",
         )
 
 

@@ -75,7 +75,7 @@ class PlanOptions:
     )
     shard: Sequence[str] = setting(
         (),
-        "layouts on the mesh: preset:NAME, widths, FILE.toml, or 'h.*.weight=[_,/tp]' (docs/sharding.md)",
+        "layouts on the mesh: auto, none, preset:NAME, widths, FILE.toml, or 'h.*.weight=[_,/tp]' (docs/sharding.md)",
         shown="LAYOUT",
         many=True,
     )

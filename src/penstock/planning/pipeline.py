@@ -19,7 +19,7 @@ from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipelin
 from penstock.passes.schedules.dealing import fair_shares
 from penstock.passes.sharding.given import parse_mesh, stage_meshes
 from penstock.passes.sharding.shard import ShardOptions
-from penstock.passes.sharding.written import layouts_of
+from penstock.passes.sharding.written import AUTO, NONE, layouts_of
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, itemised
 
@@ -182,7 +182,7 @@ def _pipeline(
         shares=shares,
         library=options.cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else "",
         mesh=options.mesh,
-        layouts=layouts_of(options.shard),
+        layouts=_layouts(options),
         weights=WEIGHTS[options.weights],
         packs=options.packs,
         offload=options.offload,
@@ -204,6 +204,16 @@ def _pipeline(
     settings = replace(settings, precision=options.precision or training.precision, guard=training.guard_options())
     module = with_batch_dims(attach_loss(module, training, model.imported.names), model.imported.symbols)
     return module, training_pipeline(training.pass_options(), cuts, settings)
+
+
+def _layouts(options: PlanOptions) -> tuple[str, ...]:
+    """Return the layouts that are given as texts."""
+    layouts = tuple(text for text in layouts_of(options.shard) if text != NONE)
+    if AUTO in layouts:
+        raise UsageError(
+            "--shard auto chooses among plans of one program, and this is one of several", hint="give layouts"
+        )
+    return layouts
 
 
 def _space_name(cluster: Cluster, spill: str) -> str:
@@ -362,7 +372,7 @@ def _check_alike(cluster: Cluster, stages: Sequence[Sequence[str]]) -> None:
 def _devices_per_stage(options: PlanOptions) -> int:
     """Return the devices of a stage: its replicas, or what the axes of its mesh make."""
     if not options.mesh:
-        if options.shard:
+        if any(text != NONE for text in options.shard):
             raise UsageError("layouts are given, but no mesh", hint="name its axes, such as --mesh tp=2")
         return options.replicas
     if options.replicas != 1:

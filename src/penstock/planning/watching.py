@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from penstock.backends.interface import Viewer
@@ -49,6 +50,18 @@ class Feedback:
     def told(self, progress: Callable[[ProgressHook], ProgressHook]) -> Feedback:
         """Return this feedback with another display of progress, where progress is shown at all."""
         return self if self.progress is None else replace(self, progress=progress(self.progress))
+
+    def of_trial(self, name: str) -> Feedback:
+        """Return the feedback of a trial with a name, of which planning has several: its progress, but not its end."""
+        return Feedback(progress=self.progress).told(partial(_without_end, name))
+
+
+def _without_end(name: str, progress: ProgressHook) -> ProgressHook:
+    def tell(done: int, total: int, what: str) -> None:
+        if done < total:
+            progress(done, total, f"{what} ({name})")
+
+    return tell
 
 
 SILENT = Feedback()

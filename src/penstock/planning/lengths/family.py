@@ -29,6 +29,7 @@ from penstock.passes.lengths.settle import settle
 from penstock.passes.manager import Call
 from penstock.planning.facts import replica_shares
 from penstock.planning.hints import stage_starts
+from penstock.planning.layouts.choose import asks_for_layouts, plan_with_layouts
 from penstock.planning.model import Model
 from penstock.planning.offloading.choose import plan_within_memory
 from penstock.planning.options import AUTO, PlanOptions
@@ -54,6 +55,8 @@ def plan_family(
 ) -> Plan:
     """Plan a model, at all sizes of its bounded dimensions if it has some."""
     if not model.bounds:
+        if asks_for_layouts(options):
+            return plan_with_layouts(model, cluster, training, options, feedback)
         if options.offload == AUTO:
             return plan_within_memory(model, cluster, training, options, feedback)
         return plan_model(model, cluster, training, options, feedback)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
@@ -22,7 +21,7 @@ from penstock.planning.model import Model
 from penstock.planning.options import AUTO, OFFLOADS, PlanOptions
 from penstock.planning.pipeline import PreparedModel, plan_model, prepare
 from penstock.planning.plan import Plan
-from penstock.planning.watching import SILENT, Feedback, ProgressHook
+from penstock.planning.watching import SILENT, Feedback
 from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 from penstock.support.words import itemised
 
@@ -126,8 +125,7 @@ class _Trials:
 
     def _made(self, options: PlanOptions, head: PreparedModel, cluster: Cluster) -> Plan:
         name = f"--offload {options.offload}, --recompute {options.recompute}"
-        shown = Feedback(progress=self.feedback.progress).told(partial(_of_trial, name))
-        return plan_model(self.model, cluster, self.training, options, shown, head)
+        return plan_model(self.model, cluster, self.training, options, self.feedback.of_trial(name), head)
 
     def _shown(self, price: FatePrice, plan: Plan) -> Plan:
         """Return the chosen plan, made once more where passes are watched."""
@@ -140,16 +138,6 @@ class _Trials:
 
 def _has_limited_spaces(cluster: Cluster) -> bool:
     return any(space.bytes for space in cluster.spaces) or any(d.spaces[1:] for d in cluster.devices)
-
-
-def _of_trial(name: str, progress: ProgressHook) -> ProgressHook:
-    """Show the progress of a trial, of which planning has several; so its end is not shown."""
-
-    def tell(done: int, total: int, what: str) -> None:
-        if done < total:
-            progress(done, total, f"{what} ({name})")
-
-    return tell
 
 
 def _price_of(plan: Plan, offload: str, mode: str) -> FatePrice:

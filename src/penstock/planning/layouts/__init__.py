@@ -1,0 +1,1 @@
+"""Layouts of tensors on a mesh, chosen by price: `--shard auto`."""
