@@ -57,8 +57,9 @@ class Layer:
     """A layer of the chain, with its bytes and its work.
 
     `weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the
-    whole forward). `fed` are bytes of one sample of the data that the layer takes itself. A layer that is `alone`
-    changes variables with every microbatch, and so is on one device only.
+    whole forward). `fed` are bytes of one sample of the data that the layer takes itself. `late` are bytes beside these
+    under schedules with a delay, without replicas. A layer that is `alone` changes variables with every microbatch, and
+    so is on one device only.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Layer:
     workspace: Amount = Amount()
     cut: bool = True
     fed: int = 0
+    late: int = 0
     alone: bool = False
     forward: PhaseWork = PhaseWork()
     backward: PhaseWork = PhaseWork()
@@ -166,8 +168,8 @@ class Table:
     def __init__(self, chain: Chain, b: int) -> None:
         self.chain, self.b, self.count = chain, b, len(chain.layers)
         layers = chain.layers
-        self.params, self.grads, self.state = (
-            self._sums([getattr(x, what) for x in layers]) for what in ("params", "grads", "state")
+        self.params, self.grads, self.state, self.late = (
+            self._sums([getattr(x, what) for x in layers]) for what in ("params", "grads", "state", "late")
         )
         self.saved = self._sums([x.saved.at(b) for x in layers])
         self.fed = self._sums([x.fed for x in layers])

@@ -38,12 +38,13 @@ time; otherwise they are a little high for 1f1b, and within some percent for gpi
 Bytes of a replica: parameters * versions + gradients + optimiser state + activations + workspace + transport buffers +
 batches that wait (on CPUs; with forward, microbatches) + base. On a GPU CUDA's own memory and workspaces of libraries
 come on top, and in place of batches two buffers for inputs and for each direction of a boundary. There are 2 versions
-when delayed. With level 1 of zero a replica has its part of the optimiser state; bytes between replicas and seconds
-stay the same. Gradients count twice when delayed and replicated: those of a batch wait for other replicas while the
-next one adds up. Activations are saved * in flight. With recomputation they are inputs * in flight + saved of one. With
-recomputation in parts they are (inputs + values over the cuts between parts) * in flight + saved of the largest part.
-The cuts are those that take least. Seconds are those of computing all of it again. Buffers are POSTED receives and one
-send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
+when delayed. Where updates run on other devices, the weights that come are then held beside these, but for replicas,
+whose gradients count twice. With level 1 of zero a replica has its part of the optimiser state; bytes between replicas
+and seconds stay the same. Gradients count twice when delayed and replicated: those of a batch wait for other replicas
+while the next one adds up. Activations are saved * in flight. With recomputation they are inputs * in flight + saved of
+one. With recomputation in parts they are (inputs + values over the cuts between parts) * in flight + saved of the
+largest part. The cuts are those that take least. Seconds are those of computing all of it again. Buffers are POSTED
+receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
 
 `step` also holds the sums of the boundaries and rings of different stages on one NIC. For schedules that drain, it
 holds the rings of all stages there, one after another, behind the pipeline. `pipe` leaves that out, because a search
@@ -184,12 +185,13 @@ def fixed_bytes(
     def part(sums: Ints) -> int:
         return int(sums[last]) - int(sums[first])
 
+    copies = kind.gradient_copies(replicas)
     received = table.out[first] + table.back[last]
     sent = table.out[last] + table.back[first]
     return Bytes(
         weights=part(table.params) * kind.versions,
-        gradients=part(table.grads) * kind.gradient_copies(replicas),
-        state=-(-part(table.state) // (replicas if zero else 1)),
+        gradients=part(table.grads) * copies,
+        state=-(-part(table.state) // (replicas if zero else 1)) + part(table.late) * (kind.versions - copies),
         activations=0,
         workspace=int(table.workspace[first, last]),
         buffers=int(POSTED * received + sent),

@@ -270,6 +270,8 @@ class _Sized:
                     Amount(int(back[last])),
                     Amount(2 * temporary),
                     fed=fed[number],
+                    # A weight that comes is held beside both versions.
+                    late=by_role[PARAM] if self.updates_elsewhere else 0,
                     alone=any(first <= i < last for i in moving),
                 )
             )

@@ -390,6 +390,7 @@ class Stages:
                     _ranges(table.params) * self.row.versions
                     + _ranges(table.grads) * copies
                     - (-_ranges(table.state) // holders)
+                    + _ranges(table.late) * (self.row.versions - copies)
                     + table.workspace
                 )
                 if self.fleet.devices[kind].kind != "cuda":

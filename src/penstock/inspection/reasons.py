@@ -108,7 +108,7 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
         nothing = "no plan was found" if name in planner.get("unsure", ()) else "nothing fits"
         outcome = nothing if seconds is None else _against(float(seconds), usual, unit)
         if name in planner.get("no_less_s", ()):
-            outcome += f" at most, and no less than {shown_seconds(planner['no_less_s'][name])}"
+            outcome += f" at most, and no less than {shown_seconds(planner['no_less_s'][name])} under {schedule}"
         if kind in simulated and seconds is not None and float(seconds) < usual:
             seconds_there = simulated[kind]
             outcome += f", but {by_simulation(None if seconds_there is None else float(seconds_there))}"

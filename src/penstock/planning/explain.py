@@ -314,7 +314,8 @@ def _changes(search: Search, usual: float) -> Iterator[str]:
         else:
             effect = f"{shown_seconds(change.step)} ({compare(change.step, usual)})"
             if change.bound:
-                effect += f" at most, and no less than {shown_seconds(change.bound)} ({compare(change.bound, usual)})"
+                least = f"{shown_seconds(change.bound)} ({compare(change.bound, usual)})"
+                effect += f" at most, and no less than {least} under {search.result.best.plan.schedule}"
         simulated = search.refined.get(change.name.removeprefix("schedule "))
         if simulated is not None and change.step is not None and change.step < usual:
             effect += f", but {by_simulation(simulated.step)}"

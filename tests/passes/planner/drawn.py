@@ -30,6 +30,7 @@ def draw_chain(rng: Random, layers: int) -> Chain:
                 back=Amount(0, size if rng.random() < 0.8 else 0),
                 workspace=Amount(0, rng.randrange(100) * 1000),
                 cut=rng.random() < 0.9,
+                late=params // 3 if i % 2 else 0,
                 forward=work((10**6, 3 * 10**7)),
                 backward=work((10**6, 6 * 10**7)),
                 weight=work((10**5, 2 * 10**7)),

@@ -71,6 +71,21 @@ def best(model, cluster, schedules, **options):
     return ps.plan_best(lambda size: model, cluster, training(), batch=32, schedules=schedules, **options)
 
 
+@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 1), ("2bw", 1), ("2bw", 3)])
+def test_formulas_count_what_goes_and_comes(tmp_path, schedule, replicas):
+    """Within a tenth of the exact count, of which small buffers are a part."""
+    model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [512] * 9, batch=4))
+    plan = best(model, Cluster.local(4), (schedule,), update_on=UPDATER, replicas=replicas)
+    counted, stages = measure_memory(plan.module), plan.search.plan.stages
+    weights = [sum(layer.params for layer in plan.search.profile.chain.layers[s.first : s.last]) for s in stages]
+    for rank, stage in enumerate(stages):
+        by_formula = plan.search.chosen.judged.memory[stage.devices[0]].total - plan.search.result.wanted.base
+        exact = counted[rank].peak
+        assert by_formula == pytest.approx(exact, rel=0.1)
+        # The control: a copy of the weights less.
+        assert by_formula - weights[rank] < 0.9 * exact
+
+
 def test_the_planner_leaves_devices_to_updates(model):
     plan = best(model, Cluster.local(4), ("1f1b", "zb-1f1b"), update_on=UPDATER)
     devices = plan.module.rank_devices()
