@@ -14,8 +14,12 @@ cores that carry the packets, too. There the cluster file states the rate of a p
 
 One bundle is compiled as usual, the other without the pass `overlap`. A share is the seconds for which ranks waited for
 results of collectives, of those that their bytes take on the link. Where ranks compute, both are of the whole run, its
-first steps included, and losses are compared bit by bit. Exit code 1: they differ, or with timed kernels more than a
-quarter of the time is waited for with the pass, or less than 0.65 of it without.
+first steps included, and losses are compared bit by bit. Beside them stands what the plan says of its collectives: bytes,
+and seconds that are exposed (`penstock inspect --sharding`).
+
+Exit code 1: losses differ, or with timed kernels more than a quarter of the time is waited for with the pass, or less
+than 0.65 of it without; or bytes are not those of the plan within 2 %, or seconds of waiting not within 15 % of the time
+on the link.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from machine import load, processor, system, versions, write_json
 from namespaces import Hosts, available, torchrun
 
 import penstock as ps
+from penstock.inspection.sharding.layouts import split_facts
 from penstock.models import write_mlp
 from penstock.passes import pipelines
 from penstock.passes.pipelines import PipelineEntry
@@ -52,6 +57,8 @@ HALF, PRODUCT = WIDTH * WIDTH * 4 // 2, 2.0 * ROWS * WIDTH * WIDTH
 SLOWER = 1.5
 MOST, LEAST = 0.25, 0.65
 SECONDS = 300.0
+# What bytes may differ from the plan by, and seconds of waiting, as a part of those on the link.
+BYTES, WAITING = 0.02, 0.15
 
 
 def cluster_file(folder: Path, name: str, rate: float, flops: float) -> Path:
@@ -89,6 +96,16 @@ def make_bundle(folder: Path, name: str, cluster: Path, backend: str = "tvm") ->
         return ps.compile(plan, folder / f"bundle-{backend}-{name.split()[0]}", backend=backend)
     finally:
         pipelines._overlap = usual
+
+
+def planned(bundle: Path, steps: int) -> dict[str, float]:
+    """Return the bytes of collectives by the plan, and the seconds of waiting for them, of all ranks and steps."""
+    module = ps.open(bundle).module
+    facts, schedule = split_facts(module), module.schedule
+    assert schedule is not None
+    # Each microbatch is run by one rank of a stage, and the collectives of a rank's graph wait once for each.
+    waiting = sum(use.exposed or 0.0 for use in facts.collectives) * schedule.microbatches
+    return {"planned_bytes": steps * facts.all_bytes, "planned_exposed_s": steps * waiting}
 
 
 def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path, rate: float) -> dict[str, Any]:
@@ -144,6 +161,8 @@ def measure(rate: float, steps: int) -> dict[str, dict[str, Any]]:
         sleeping = {name: make_bundle(folder, name, timed, "numpy") for name in (WITH, WITHOUT)}
         hosts.shape(rate)
         rows = {f"{TIMED}{name}": row for name, row in run_timed(hosts, sleeping, steps, folder, rate).items()}
+        for name, bundle in sleeping.items():
+            rows[f"{TIMED}{name}"] |= planned(bundle, steps)
         rows |= {name: run(hosts, bundle, data, steps, folder, rate) for name, bundle in bundles.items()}
         for row in rows.values():
             row["share"] = row["exposed_s"] / row["link_s"]
@@ -151,11 +170,18 @@ def measure(rate: float, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    lines = ["| order | step ms | on the link s | waited for s | share |", "| --- " * 5 + "|"]
+    lines = ["| order | step ms | on the link s | waited for s | share | by the plan |", "| --- " * 6 + "|"]
     for name, row in rows.items():
         times = f"{row['step_s'] * 1e3:.0f} | {row['link_s']:.1f} | {row['exposed_s']:.2f}"
-        lines.append(f"| {name} | {times} | {row['share']:.0%} |")
+        plan = f"{row['planned_exposed_s'] / row['link_s']:.0%}" if "planned_exposed_s" in row else "-"
+        lines.append(f"| {name} | {times} | {row['share']:.0%} | {plan} |")
     return "\n".join(lines)
+
+
+def is_as_planned(row: dict[str, Any]) -> bool:
+    """Return whether bytes and waiting are those of the plan."""
+    off = abs(row["exposed_s"] - row["planned_exposed_s"]) / row["link_s"]
+    return off <= WAITING and abs(row["bytes"] / row["planned_bytes"] - 1) <= BYTES
 
 
 def main() -> int:
@@ -180,7 +206,8 @@ def main() -> int:
     same = rows[WITH]["losses"] == rows[WITHOUT]["losses"]
     print(f"losses are {'the same bit for bit' if same else 'NOT the same'}", file=sys.stderr)
     met = rows[f"{TIMED}{WITH}"]["share"] <= MOST and rows[f"{TIMED}{WITHOUT}"]["share"] >= LEAST
-    return int(not same or not met)
+    expected = all(is_as_planned(rows[f"{TIMED}{name}"]) for name in (WITH, WITHOUT))
+    return int(not same or not met or not expected)
 
 
 if __name__ == "__main__":

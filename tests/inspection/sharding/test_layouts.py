@@ -185,7 +185,10 @@ def test_dumps_and_reports_show_layouts(folder, tmp_path, capsys):
     assert ["fc1.weight", "param", 0, f"f32[16,{HIDDEN}/tp]", f"f32[16,{HIDDEN // TP}]"] in [
         tensor[:5] for tensor in sharding["tensors"]
     ]
-    assert [(row[1], row[2], row[3]) for row in sharding["collectives"]] == [("all_reduce", ["tp"], 2)]
+    ((_, *row, reasons),) = sharding["collectives"]
+    assert row[:3] == ["all_reduce", ["tp"], 2]
+    assert [reason.partition(" %")[0] for reason in reasons] == ["matmul", "matmul"]
+    assert all(reason.endswith("is a sum over what is split along tp") for reason in reasons)
 
 
 def test_the_command_names_layouts_that_avoid_exchanges(folder, tmp_path, capsys):

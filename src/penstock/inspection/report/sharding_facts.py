@@ -2,11 +2,11 @@
 
     {"meshes": [a line for each stage],
      "tensors": [[name, role, stage, whole type, type on a device, bytes there, bytes of the whole], ...],
-     "collectives": [[graph, kind, axes, count, bytes that a rank sends, predicted seconds, exposed ones], ...]
+     "collectives": [[graph, kind, axes, count, bytes that a rank sends, predicted seconds, exposed ones, reasons], ...]
                     of one run of a graph,
      "measured": [[graph, kind, axes, count, bytes, seconds under way, seconds exposed], ...] of all ranks, or null}
 
-Collectives of one kind and the same axes are one row of their graph.
+Collectives of one kind and the same axes are one row of their graph, with a reason for each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ def sharding_facts(module: Module, trace: RunTrace | None) -> dict[str, Any] | N
         "meshes": list(facts.meshes),
         "tensors": [[t.name, t.role, t.stage, t.whole, t.local, t.device_bytes, t.whole_bytes] for t in facts.tensors],
         "collectives": [
-            [graph, kind, list(over), len(uses), sum(use.sent for use in uses), *_seconds(uses)]
+            [
+                graph,
+                kind,
+                list(over),
+                len(uses),
+                sum(use.sent for use in uses),
+                *_seconds(uses),
+                [u.reason for u in uses],
+            ]
             for (graph, kind, over), uses in rows.items()
         ],
         "measured": measured,

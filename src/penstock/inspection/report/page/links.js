@@ -27,15 +27,16 @@ function linksView() {
 // How tensors are split over the devices of a stage, and what its ranks exchange for that.
 function splitPanels() {
   const sharding = facts.sharding, over = (axes) => axes.join(", ");
-  const planned = sharding.collectives.map(([graph, kind, axes, count, size, spent, exposed]) => [graph, kind, over(axes), { value: count, node: String(count) },
-    { value: size, node: bytes(size) }, ...[spent, exposed].map((time) => ({ value: time ?? 0, node: time === null ? "–" : seconds(time) }))]);
+  const planned = sharding.collectives.map(([graph, kind, axes, count, size, spent, exposed, reasons]) => [graph, kind, over(axes), { value: count, node: String(count) },
+    { value: size, node: bytes(size) }, ...[spent, exposed].map((time) => ({ value: time ?? 0, node: time === null ? "–" : seconds(time) })),
+    { value: reasons.length, node: el("details", {}, el("summary", {}, plural(reasons.length, "reason")), reasons.map((reason) => el("div", {}, text(reason)))) }]);
   const measured = (sharding.measured || []).map(([graph, kind, axes, count, size, spent, exposed]) => [graph, kind, over(axes), { value: count, node: String(count) },
     { value: size, node: bytes(size) }, { value: spent, node: seconds(spent) }, { value: exposed, node: seconds(exposed) }]);
   const tensors = sharding.tensors.map(([name, role, stage, whole, local, here, all]) => [el("code", {}, name), role, stage === null ? "–" : stageChip(stage),
     el("code", {}, whole), el("code", {}, local), { value: here, node: bytes(here) }, { value: all, node: bytes(all) }]);
   return el("div", {},
     panel("Collectives", el("p", { class: "hint" }, `Of one run of a graph, as predicted: ${sharding.meshes.join("; ")}.`),
-      planned.length ? table([["graph"], ["collective"], ["over"], ["count", "number"], ["a rank sends", "number"], ["time", "number"], ["exposed", "number"]], planned, { caption: "Collectives", sortable: true }) : absent("Ranks exchange nothing within a microbatch.")),
+      planned.length ? table([["graph"], ["collective"], ["over"], ["count", "number"], ["a rank sends", "number"], ["time", "number"], ["exposed", "number"], ["because"]], planned, { caption: "Collectives", sortable: true }) : absent("Ranks exchange nothing within a microbatch.")),
     measured.length ? panel("Collectives of the run", table([["graph"], ["collective"], ["over"], ["count", "number"], ["all ranks send", "number"], ["under way", "number"], ["exposed", "number"]], measured, { caption: "Collectives of the run", sortable: true })) : null,
     panel("Layouts", table([["tensor"], ["role"], ["stage"], ["whole type"], ["on a device"], ["there", "number"], ["whole", "number"]], tensors, { caption: "Layouts", sortable: true })));
 }
