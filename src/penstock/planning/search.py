@@ -68,7 +68,8 @@ def search(
     def carried_out(outline: Search) -> Plan:
         return _Searching(cluster, training, options, feedback, models).carried_out(outline.plan, outline.profile)
 
-    return fastest_of_memories(cluster, searched, carried_out, moves=moves, every=bool(options.update_on))
+    every = bool(options.update_on)
+    return fastest_of_memories(cluster, searched, carried_out, moves=moves, every=every, schedules=options.schedules)
 
 
 def search_file(

@@ -12,6 +12,7 @@ from penstock.ir.memory.predict import measure_memory
 from penstock.models import write_mlp
 from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES
+from penstock.planning import search
 from penstock.support.errors import DoesNotFit
 
 UPDATER = "cpu:3"
@@ -118,3 +119,21 @@ def test_the_planner_takes_the_schedule_that_is_fastest_with_updates_elsewhere(m
     # The control: where stages update, the two take about the same.
     here = {kind: best(model, cluster, (kind,)).predicted.step for kind in ("1f1b", "2bw")}
     assert here["2bw"] > 0.8 * here["1f1b"]
+
+
+def test_plans_with_several_stages_on_a_device_are_carried_out_too(model, monkeypatch):
+    carried, plain = [], search._Searching.carried_out
+
+    def recorded(self, plan, profile):
+        made = plain(self, plan, profile)
+        if self.options.update_on:
+            carried.append((plan.schedule, made.predicted.step))
+        return made
+
+    monkeypatch.setattr(search._Searching, "carried_out", recorded)
+    both = best(model, Cluster.local(3), ("1f1b", "interleaved"), update_on="cpu:2", replicas=1)
+    assert {schedule for schedule, _ in carried} == {"1f1b", "interleaved"}
+    assert both.predicted.step == min(step for _, step in carried)
+    # The control: what was not asked for is not tried.
+    alone = best(model, Cluster.local(3), ("interleaved",), update_on="cpu:2", replicas=1)
+    assert alone.module.schedule.name == alone.search.plan.schedule == "interleaved"

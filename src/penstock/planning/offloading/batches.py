@@ -4,16 +4,18 @@
 In: a search for a plan in so many times the memory of the devices, and what carries a plan out with moves. Out: the
 fastest plan that fits. The formulas of the planner know nothing of moves, so plans for more memory than there is are
 searched, too. Each is carried out on the devices as they are. They know nothing of updates elsewhere, either, which
-some schedules hide and others wait for: then the best plan of every schedule is carried out.
+some schedules hide and others wait for: then the best plan of every schedule is carried out, also of those with several
+stages on a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.schedule_names import PACKED, TRAINING
 from penstock.planning.choice import Search
 from penstock.planning.plan import Plan
 from penstock.support.errors import DoesNotFit, UsageError, VerifyError
@@ -44,10 +46,11 @@ def fastest_of_memories(
     *,
     moves: bool = True,
     every: bool = False,
+    schedules: Collection[str] = (*TRAINING, *PACKED),
 ) -> Plan:
     """Return the fastest of the plans that are searched, and fit as they are carried out; where something `moves`, they
-    are searched for more and more memory. Those of a search are taken by their speed, the first that fits, or `every`
-    one."""
+    are searched for more and more memory. Those of a search that have one of the `schedules` are taken by their speed,
+    the first that fits, or `every` one."""
     best: Plan | None = None
     errors, known, done = list[_Refusal](), set[object](), set[object]()
     limited = any(device.memory for device in cluster.devices)
@@ -60,7 +63,7 @@ def fastest_of_memories(
         assert plan.search is not None
         # The reasons against plans of this search, as they are carried out.
         reasons = dict[str, str]()
-        for search in _by_speed(plan.search):
+        for search in _by_speed(plan.search, every, schedules):
             if search.plan in known:
                 # What was refused is refused again, and what was carried out is no faster in another search.
                 if search.plan in done and not every:
@@ -88,15 +91,19 @@ def _compared(search: Search, part: float, every: bool) -> Search:
     return replace(search, more_memory=part * search.more_memory, with_moves=apart)
 
 
-def _by_speed(search: Search) -> Iterator[Search]:
-    """Yield the search with what it chose, then with the best plan of each other schedule, the fastest first."""
+def _by_speed(search: Search, every: bool, schedules: Collection[str]) -> Iterator[Search]:
+    """Yield the search with what it chose, then with the best plan of each other schedule, the fastest first. Where
+    `every` one is tried, those with several stages on a device follow."""
     yield search
     refined = {kind: near.outcome for kind, near in search.refined.items() if isfinite(near.step)}
     others = {kind: refined.get(kind, outcome) for kind, outcome in search.result.outcomes.items()}
     steps = {kind: search.refined[kind].step if kind in refined else one.step for kind, one in others.items()}
     for kind in sorted(others, key=steps.__getitem__):
-        if others[kind].plan != search.plan:
+        if others[kind].plan != search.plan and kind in schedules:
             yield replace(search, chosen=others[kind], taken=None, little=())
+    for packed in sorted(search.packs.values(), key=lambda packed: packed.step) if every else ():
+        if packed.plan != search.plan:
+            yield replace(search, taken=packed)
 
 
 def _nearest(errors: Sequence[_Refusal]) -> _Refusal:
