@@ -92,6 +92,13 @@ def test_no_layout_of_the_parameters_is_faster(link: tuple[float, float], tmp_pa
     assert np.median([*steps.values()]) > 1.05 * chosen
 
 
+def test_of_three_axes_two_are_taken(tmp_path: Path) -> None:
+    model = ps.from_onnx(WRITERS["mlp"](tmp_path / "model.onnx"))
+    plan = ps.plan(model, hosts(8, *FAST), TRAINING, mesh="a=2,b=1,c=2,d=2", shard="auto")
+    assert plan.predicted.step < ps.plan(model, hosts(8, *FAST), TRAINING, mesh="a=2,b=1,c=2,d=2").predicted.step
+    assert {axis for text in plan.as_dict()["shard"] for axis in "abcd" if f"/{axis}" in text} == {"a", "c"}
+
+
 def exchanges(plan: ps.Plan) -> int:
     return sum(op.kind in EXCHANGES for graph in plan.module.graphs.values() for op in graph.ops)
 

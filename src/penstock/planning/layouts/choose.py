@@ -5,12 +5,13 @@ no layouts at all, each preset that the model and the mesh have, and the layouts
 over the costs of the model (costs.py). All passes plan each of them, and the simulator says its seconds. So the plan is
 never slower than one without layouts, or than one of a preset, by the planner's own account.
 
-Where devices have a limit of memory, the integer programme is solved without it, and for that much and less.
+Where devices have a limit of memory, the integer programme is solved without it, and for that much and less. On meshes
+of more axes than two it splits over those two that have most devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
@@ -38,6 +39,8 @@ from .search import best_options
 
 # Parts of the memory that the integer programme is solved for, beside no limit: passes count more than it does.
 _ROOMS = (1.0, 0.85, 0.7, 0.5)
+# The axes that the integer programme splits over, at most: layouts over more have too many ways between them.
+_MOST_AXES = 2
 _DEFAULTS = PlanOptions(shard=(AUTO,))
 CHOSEN = "layouts of the programme"
 
@@ -143,7 +146,7 @@ class _Trials:
     def _searched(self) -> Iterator[tuple[str, ...]]:
         """Yield layouts that the integer programme finds: without a limit of memory, and within parts of it."""
         whole = self.plans.get(NONE) or self._made(NONE, (NONE,), _unlimited(self.cluster))
-        model = LayoutModel(self.head.module, self.sizes, _prices(whole.module, self.training))
+        model = LayoutModel(self.head.module, _largest(self.sizes), _prices(whole.module, self.training))
         room, tried = _room(whole.module, self.cluster), set[tuple[int, ...]]()
         costs = model.costs()
         for limit in (inf, *(part * room for part in _ROOMS if room < inf)):
@@ -158,7 +161,13 @@ def layout_model(model: Model, cluster: Cluster, training: Training | None, opti
     options = replace(options, shard=(NONE,))
     head = PreparedModel(prepare(model, cluster, options, training), ())
     whole = plan_model(model, _unlimited(cluster), training, options, SILENT, head)
-    return LayoutModel(head.module, _axes(options), _prices(whole.module, training))
+    return LayoutModel(head.module, _largest(_axes(options)), _prices(whole.module, training))
+
+
+def _largest(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes that have most devices, in the order of the mesh."""
+    kept = sorted(sizes, key=lambda axis: -sizes[axis])[:_MOST_AXES]
+    return {axis: sizes[axis] for axis in sizes if axis in kept}
 
 
 def _unlimited(cluster: Cluster) -> Cluster:

@@ -23,9 +23,6 @@ from penstock.passes.sharding.halos import HALOS
 from penstock.passes.sharding.propagate import bears, fits, is_alone
 from penstock.passes.sharding.rings.attention import RINGS
 
-# The most ways of an operation. Axes that would lead to more are left whole, the last one first.
-MOST_WAYS = 400
-
 
 @dataclass(frozen=True, slots=True)
 class SplitWay:
@@ -47,12 +44,7 @@ def ways_of(
 ) -> list[SplitWay]:
     """Return the ways of an operation. `blocks` are numbers of blocks that names may have, and `whole` names results
     that stay whole."""
-    axes = list(sizes)
-    while True:
-        splits = list(_splits(op, rule, {axis: sizes[axis] for axis in axes}, blocks))
-        if len(splits) <= MOST_WAYS or not axes:
-            break
-        axes.pop()
+    splits = _splits(op, rule, sizes, blocks)
     return [way for chosen in splits for way in _added_up(op, rule, chosen, sizes, whole)]
 
 
