@@ -7,7 +7,9 @@ Every row trains a tiny model on d stages, one worker process each, with m micro
 gloo, real stores, real programs. Only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a whole
 backward 40 ms, of which weight gradients take 20 ms where they are separate. The workers sleep most of the time, so
 that eight of them fit on one or two cores. Rows with latency have links on which a message takes as long as a forward.
-With `/2` behind the name of a schedule each device has two stages, whose computations take half as long each.
+With `/2` behind the name of a schedule each device has two stages, whose computations take half as long each. With
+`again` all stages but the last compute their forwards again, which takes another 20 ms, while they wait for gradients:
+(m+d-1)(tf+tb+tr) - (d+1) tr. In the control, `in B`, backwards of all stages take so much longer: (m+d-1)(tf+tb+tr).
 
 The schedules of a row take turns, a few batches each, round after round. A batch's time is from the end of the one
 before to its own on the last stage; the row's is the median. `formula` is that of docs/schedules.md, played by the
@@ -47,7 +49,8 @@ class Row(NamedTuple):
 
     `latency` is in forwards. The first schedule is the reference of the others. A suffix of a schedule's name says that
     gradients are clipped, for which stages exchange their norms before every update, that each stage is on two
-    devices (x2), which share the microbatches, or that each device has several stages (/2).
+    devices (x2), which share the microbatches, that each device has several stages (/2), or that forwards are computed
+    again, ahead of backwards or in them.
     """
 
     stages: int
@@ -57,10 +60,11 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.stages}x{self.microbatches}" + (f"+{self.latency:g}" if self.latency else "")
+        again = "-again" if any(name.endswith(AGAIN) for name in self.schedules) else ""
+        return f"{self.stages}x{self.microbatches}{again}" + (f"+{self.latency:g}" if self.latency else "")
 
 
-CLIP, TWICE = " --clip", " x2"
+CLIP, TWICE, AGAIN, INSIDE = " --clip", " x2", " again", " in B"
 FLUSH = ("1f1b", "zb-1f1b", "2bw")
 ROWS = (
     Row(2, 2, 0, FLUSH),
@@ -71,15 +75,19 @@ ROWS = (
     Row(2, 4, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2")),
     Row(4, 4, 0, ("1f1b", "interleaved /2", "interleaved /4")),
     Row(4, 16, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2")),
+    Row(4, 8, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
+    Row(8, 8, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
     Row(4, 6, 1, ("2bw", "eager-2bw")),
     Row(2, 8, 0, ("1f1b", "1f1b" + TWICE, "2bw", "2bw" + TWICE)),
 )
 
 
 def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> Job:
-    """Start the workers of one schedule: one product per stage, so that every stage has weights and sends both ways."""
-    packs = packs_of(schedule)
-    path = write_mlp(folder / "model.onnx", (4,) * (row.stages * packs + 1), None, seed=1)
+    """Start the workers of one schedule: one product per stage, so that every stage has weights and sends both ways. Two
+    where stages compute forwards again."""
+    packs, again = packs_of(schedule), schedule.endswith(AGAIN)
+    layers = 2 if again else 1
+    path = write_mlp(folder / "model.onnx", (4,) * (row.stages * packs * layers + 1), None, seed=1)
     model = ps.from_onnx(path, dims={"batch": 1})
     products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
     clip = 1.0 if schedule.endswith(CLIP) else 0.0
@@ -87,15 +95,22 @@ def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> J
     each = 2 if schedule.endswith(TWICE) else 1
     cluster = ps.Cluster.local(each * row.stages)
     kind = kind_of(schedule)
-    plan = ps.plan(model, cluster, training, schedule=kind, replicas=each, split_at=products[1:], packs=packs)
+    options = {"replicas": each, "split_at": products[layers::layers], "packs": packs}
+    plan = ps.plan(model, cluster, training, schedule=kind, recompute="all" if again else "none", **options)
     bundle = ps.compile(plan, folder / "bundle", backend="numpy")
     latency = row.latency * pace["F"]
     each_pace = {kind: seconds / packs for kind, seconds in pace.items()}
+    if again:
+        each_pace["R"] = pace["F"]
+    if schedule.endswith(INSIDE):
+        each_pace["B"] += pace["F"]
     return ps.open(bundle, data="synthetic", pace=each_pace, latency=latency, audit=True)
 
 
 def kind_of(name: str) -> str:
-    return name.removesuffix(CLIP).removesuffix(TWICE).partition(" /")[0]
+    for suffix in (CLIP, TWICE, AGAIN, INSIDE):
+        name = name.removesuffix(suffix)
+    return name.partition(" /")[0]
 
 
 def packs_of(name: str) -> int:
@@ -110,6 +125,15 @@ def built(name: str, row: Row) -> Schedule:
         return build_packs(kind, PACK_SCHEDULES[kind].packs(row.stages, packs_of(name)), row.microbatches)
     shares = [equal_shares(each, row.microbatches)] * row.stages
     return build_schedule(kind, row.stages, row.microbatches, shares)
+
+
+def formula_of(name: str, row: Row, forward: float) -> float:
+    """Return the seconds of a batch that docs/schedules.md promises."""
+    part, inside = forward / packs_of(name), name.endswith(INSIDE)
+    latency = row.latency * forward
+    if name.endswith(AGAIN):
+        return ((row.microbatches + row.stages - 1) * 4 - row.stages - 1) * forward
+    return time_per_batch(built(name, row), part, (3 if inside else 2) * part, part, latency=latency)
 
 
 def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[str, Any]]:
@@ -132,8 +156,6 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
     lines: list[dict[str, Any]] = []
     for name in row.schedules:
         kind, each = kind_of(name), 2 if name.endswith(TWICE) else 1
-        part = forward / packs_of(name)
-        expected = time_per_batch(built(name, row), part, 2 * part, part, latency=row.latency * forward)
         lines.append(
             {
                 "stages": row.stages,
@@ -141,7 +163,7 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
                 "latency": row.latency,
                 "schedule": name,
                 "seconds": statistics.median(times[name]),
-                "formula": expected,
+                "formula": formula_of(name, row, forward),
                 "ideal": row.microbatches * 3 * forward / each,
                 "live": live[name],
                 "versions": 1 if kind in PACK_SCHEDULES else SCHEDULES[kind].delay + 1,

@@ -7,9 +7,10 @@
     parts       levels 2 and 3, and FSDP2 (`fully_shard` of each block), which keeps weights whole between forward and
                 backward (`fsdp2-2`) or not (`fsdp2`)
     elsewhere   level 3 with `--offload state` into the host's memory, and FSDP2 with `CPUOffloadPolicy`
+    updates     replicas whose weights a third process updates (`--update-on`), and the same of FSDP2
 
 The model is a decoder like GPT-2 small: 12 blocks, 768 wide, 12 heads, with a vocabulary of 50,257 (`tiny` shows in a
-minute that all of it runs). All train it with AdamW in float32 from one set of weights, on two processes of one thread
+minute that all of it runs, and `half` is 8 blocks of 512). All train it with AdamW in float32 from one set of weights, on two processes of one thread
 each, one sequence of 128 tokens per process. The losses of the first steps are compared: exit code 1 where they differ.
 Contenders of a group take turns of some steps each. The figure of a turn is its time per step, that of a contender the
 median of its turns.
@@ -48,16 +49,18 @@ from penstock.runtime.telemetry.resident import peak_bytes, resident_bytes
 
 RANKS, TOLERANCE = 2, 2e-3
 # Vocabulary, positions, width, heads, layers.
-SIZES = {"gpt2": (50257, 128, 768, 12, 12), "tiny": (64, 16, 32, 4, 2)}
+SIZES = {"gpt2": (50257, 128, 768, 12, 12), "half": (16384, 128, 512, 8, 8), "tiny": (64, 16, 32, 4, 2)}
 GROUPS = {
     "replicas": ("level 0", "level 1", "zero redundancy"),
     "parts": ("level 2", "level 3", "fsdp2-2", "fsdp2"),
     "elsewhere": ("level 3, state elsewhere", "fsdp2, offloaded"),
+    "updates": ("updates elsewhere", "fsdp2, updates on the CPU"),
 }
 # How Penstock's contenders are planned.
 PLANS: dict[str, dict[str, Any]] = {
     **{f"level {level}": {"zero": level} for level in range(4)},
     "level 3, state elsewhere": {"zero": 3, "offload": "state", "spill": "/dev/shm/"},
+    "updates elsewhere": {"update_on": f"cpu:{RANKS}", "devices": [[f"cpu:{rank}" for rank in range(RANKS)]]},
 }
 
 
@@ -107,6 +110,7 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] 
     "fsdp2-2": partial(fully_sharded, again=False),
     "fsdp2": partial(fully_sharded, again=True),
     "fsdp2, offloaded": partial(fully_sharded, again=True, offloaded=True),
+    "fsdp2, updates on the CPU": partial(fully_sharded, again=True, offloaded=True),
 }
 
 
@@ -169,7 +173,11 @@ def compiled(model: str, who: str, folder: Path) -> Path:
         example = torch.from_numpy(batch(model, 0)[0][:1])
         training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=RATE, weight_decay=0.01), microbatches=RANKS)
         source = ps.from_torch(make(model), (example,))
-        plan = ps.plan(source, ps.Cluster.local(RANKS), training, replicas=RANKS, stages=1, **PLANS[who])
+        options = {"stages": 1, **PLANS[who]}
+        cluster = ps.Cluster.local(RANKS + ("update_on" in options))
+        if "devices" in options:
+            del options["stages"]
+        plan = ps.plan(source, cluster, training, replicas=RANKS, **options)
         ps.compile(plan, bundle)
     return bundle
 

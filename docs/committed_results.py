@@ -35,6 +35,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "beyond-memory-parts": committed_table("beyond_memory_parts"),
         "updates-timed": committed_table("update_on"),
         "updates-losses": committed_table("update_on", "losses"),
+        "updates-beside": committed_table("zero", run="updates_beside"),
+        "weights-wrapped": committed_table("wrapped"),
         "packs-beside-torch": committed_table("interleaved", "schedules"),
         "beyond-memory": committed_table("beyond_memory"),
         "under-budgets": under_budgets,
@@ -114,15 +116,16 @@ def export_verdicts() -> str:
     return "\n".join(lines) + "\n"
 
 
-def committed_table(benchmark: str, part: str = "rows") -> Callable[[], str]:
-    """Return what makes the table of a part of a benchmark's committed run, by its `table_of` or `table_of_PART`."""
+def committed_table(benchmark: str, part: str = "rows", run: str = "") -> Callable[[], str]:
+    """Return what makes the table of a part of a benchmark's committed run, by its `table_of` or `table_of_PART`. A run
+    that has not the name of its benchmark is named."""
     maker = "table_of" if part == "rows" else f"table_of_{part}"
 
     def make() -> str:
         sys.path.append(str(HERE.parent / "benchmarks"))
         from machine import markdown
 
-        document = json.loads((HERE.parent / f"benchmarks/results/{benchmark}.json").read_text(encoding="utf-8"))
+        document = json.loads((HERE.parent / f"benchmarks/results/{run or benchmark}.json").read_text(encoding="utf-8"))
         return markdown(*getattr(import_module(benchmark), maker)(document[part])) + "\n"
 
     return make

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+from tests.oracles.repository import BENCHMARKS
 
 from .benchmark_report import run_benchmark
+
+sys.path.append(str(BENCHMARKS))
+import schedules
 
 
 @pytest.mark.slow
@@ -20,3 +25,25 @@ def test_rows_have_their_formulas_and_versions(tmp_path: Path) -> None:
     assert all(len(x["times"]) == 4 for x in lines)
     assert done.stdout.count("\n| ") == 4
     assert "2x2: round 2 of 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_forwards_that_are_computed_again_have_their_formula(tmp_path: Path) -> None:
+    """The control takes as long in backwards, on the path to the stage before."""
+    words = ["--only", "4x8-again", "--forward", "0.002", "--rounds", "1", "--batches", "3"]
+    report, _ = run_benchmark("schedules", words, tmp_path)
+    lines = {x["schedule"]: x for x in report["lines"]}
+    assert list(lines) == ["1f1b in B", "1f1b again"]
+    assert [x["formula"] / 0.002 for x in lines.values()] == pytest.approx([44, 39])
+
+
+def test_stages_compute_again_what_a_row_is_about(tmp_path: Path) -> None:
+    """All but the last, ahead of the receive of the gradient. The control: none in the row beside it."""
+    row = next(row for row in schedules.ROWS if row.name == "4x8-again")
+    for name in row.schedules:
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        with schedules.open_job(row, name, folder, {"F": 0.0, "B": 0.0, "W": 0.0}) as job:
+            ranks = job.module.schedule.ranks
+            again = [sum(a.kind == "R" for a in ranks[rank].batch) for rank in range(4)]
+            assert again == ([8, 8, 8, 0] if name.endswith(schedules.AGAIN) else [0] * 4)

@@ -43,6 +43,13 @@ def test_the_committed_run_reaches_its_goals() -> None:
     assert all(one["elsewhere error"] <= 1e-5 < one["control error"] for one in report["losses"])
 
 
+def test_the_committed_run_beside_fsdp2_takes_at_most_half_of_its_time() -> None:
+    ours, theirs = json.loads((BENCHMARKS / "results" / "updates_beside.json").read_text())["rows"]
+    assert (ours["contender"], theirs["contender"]) == ("updates elsewhere", "fsdp2, updates on the CPU")
+    assert 2 * max(ours["turns"]) <= min(theirs["turns"])
+    assert 0 < theirs["error"] <= 1e-5
+
+
 @pytest.mark.slow
 def test_all_rows_are_timed_and_all_losses_compared(tmp_path: Path) -> None:
     words = ["--rounds", "1", "--batches", "4", "--forward", "0.001", "--steps", "3"]

@@ -1,0 +1,43 @@
+"""The benchmark of weights that come and go, in small, and what its committed run shows. No time that is measured here is
+judged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests.oracles.repository import BENCHMARKS
+
+from ..benchmark_report import run_benchmark
+
+sys.path.append(str(BENCHMARKS))
+import wrapped
+
+
+def test_the_committed_run_reaches_its_goal() -> None:
+    rows = json.loads((BENCHMARKS / "results" / "wrapped.json").read_text())["rows"]
+    assert [(row["devices"], row["packs"], row["microbatches"]) for row in rows] == [row[:3] for row in wrapped.ROWS]
+    assert all(row["same"] for row in rows)
+    *hidden, control = rows
+    assert all(abs(row["predicted"] / row["seconds"] - 1) <= wrapped.WITHIN for row in hidden)
+    assert abs(control["predicted"] / control["seconds"] - 1) > wrapped.WITHIN
+
+
+def test_a_batch_copies_what_its_program_says(tmp_path: Path) -> None:
+    """Weights come for forwards and backwards but for the last two stages, state comes, and both go after the update."""
+    planned = wrapped.plan(wrapped.Row(1, 4, 1, 0.01), tmp_path, 64, "weights")
+    weights = 4 * 2 * (64 * 64 + 64) * 4
+    assert wrapped.copied(planned) == pytest.approx(weights * (1 + 1 / 2 + 1 + 2 + 2), rel=0.01)
+    # The control: the same program over a disk with a tenth of the bandwidth.
+    row = wrapped.Row(1, 4, 1, 0.0001)
+    assert wrapped.predicted(planned, row, 1e7) > 5 * wrapped.predicted(planned, row, 1e8)
+
+
+@pytest.mark.slow
+def test_all_rows_are_run_and_their_losses_compared(tmp_path: Path) -> None:
+    report, done = run_benchmark("wrapped", ["--width", "64", "--rounds", "1", "--batches", "3"], tmp_path)
+    assert len(report["rows"]) == len(wrapped.ROWS)
+    assert all(row["same"] and len(row["turns"]) == 1 for row in report["rows"])
+    assert done.stdout.count("| the same |") == len(wrapped.ROWS)
