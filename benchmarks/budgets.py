@@ -8,9 +8,9 @@ needs to what the plan that keeps everything needs. Each plan runs in a memory c
 a run of a tiny model takes there. The process that starts the run is in it, too. The kernel ends what takes more.
 
 Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
-rehearsed by itself: seconds of its forward, backward and update over their estimates correct the estimates of all
-plans. The bandwidth of the disk is measured in turns with the steps, by code of its own: one thread reads a file, and
-another writes one. Plans are chosen by rates of the machine and a bandwidth that were measured before.
+rehearsed by itself ahead of each budget: seconds of its forward, backward and update over their estimates correct the
+estimates of the plan. The bandwidth of the disk is measured in turns with the steps, by code of its own: one thread
+reads a file, and another writes one. Plans are chosen by rates of the machine and a bandwidth that were measured before.
 
 A plan takes turns with the one that recomputes everything, without a limit. A turn is a run of so many steps, of which
 the first and the last do not count. Exit code 1 where a plan is ended, or losses are no numbers. The goals of the other
@@ -183,7 +183,7 @@ class Budgets:
     def corrections(self) -> dict[str, float]:
         """Return measured over estimated seconds of each kind of computation of the plan that keeps everything."""
         kept = open_bundle(self.out / "kept")
-        (row,) = rehearse(kept, [0], seconds=2.0)
+        (row,) = rehearse(kept, [0], seconds=1.0)
         return {kind: row[kind] / seconds for (_, kind), seconds in rank_seconds(kept.module).items() if kind in row}
 
     def predicted(self, name: str, corrections: Mapping[str, float], bandwidth: float) -> float:
@@ -198,10 +198,9 @@ class Budgets:
         }
         return predict_timed(module, [row]).step
 
-    def measured(
-        self, row: Mapping[str, Any], base: int, corrections: Mapping[str, float], everything: Contender
-    ) -> dict[str, Any]:
+    def measured(self, row: Mapping[str, Any], base: int, everything: Contender) -> dict[str, Any]:
         """Run a plan under its limit, in turns with the plan that recomputes everything, and the disk."""
+        corrections = self.corrections()
         group = MemoryGroup(row["bundle"], base + row["budget"])
         mine = Contender(self.out / row["bundle"], group)
         turns: list[tuple[float, dict[str, Any] | None, dict[str, Any] | None]] = []
@@ -222,6 +221,7 @@ class Budgets:
             "finished": len(ended) == self.arguments.turns and all(map(math.isfinite, ended[-1]["losses"])),
             "way bytes per second": bandwidth,
             "predicted": self.predicted(row["bundle"], corrections, bandwidth),
+            "corrections": corrections,
             "step": step,
             "steps": [answer["seconds"] for answer in ended],
             "ways": list(ways),
@@ -260,14 +260,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     contender.close()
     group.close()
     assert answer is not None, "the run of the tiny model failed"
-    state["base"], corrections = answer["resident"], budgets.corrections()
+    state["base"] = answer["resident"]
     (held,) = measure_memory(open_bundle(budgets.out / "all").module).values()
     everything = Contender(budgets.out / "all")
     everything.turn()
     for row in state["rows"]:
         row["everything again fits"] = held.peak <= row["budget"]
         if "step" not in row:
-            row |= budgets.measured(row, state["base"], corrections, everything)
+            row |= budgets.measured(row, state["base"], everything)
             print(
                 f"{row['budget'] / MIB:.1f} MiB by {row['does']}: {row['step']:.3f} s, predicted {row['predicted']:.3f}"
             )

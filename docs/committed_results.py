@@ -40,6 +40,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "packs-beside-torch": committed_table("interleaved", "schedules"),
         "beyond-memory": committed_table("beyond_memory"),
         "under-budgets": under_budgets,
+        "saved-memory": committed_table("saved_memory"),
         "export-verdicts": export_verdicts,
         "exported-models": partial(exported_models, "beside_onnxruntime"),
         "quantised-models": partial(exported_models, "quantised_onnx"),

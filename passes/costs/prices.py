@@ -42,6 +42,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
+from penstock.ir.action_kinds import AGAIN, FORWARD
 from penstock.ir.cluster.cluster import Device, Link
 from penstock.ir.cluster.gpus import sheet_of
 from penstock.ir.graph import Graph, Module, Op
@@ -452,7 +453,18 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
         # once per batch finds little.
         moved = {kind: priced.moved for kind, priced in graphs.items()}
         microbatch = sum(count for kind, count in moved.items() if kind not in PER_BATCH)
+        device = module.cluster.device(name)
         for kind, priced in graphs.items():
             others = microbatch * microbatches if kind in PER_BATCH else microbatch - moved[kind]
-            seconds[rank, timed_kind(module, stage, kind)] = priced.seconds(module.cluster.device(name), prices, others)
+            spent = priced.seconds(device, prices, others)
+            if kind in (FORWARD, AGAIN) and microbatch > device.cache:
+                spent += saved_seconds(priced.graph, device)
+            seconds[rank, timed_kind(module, stage, kind)] = spent
     return seconds
+
+
+def saved_seconds(graph: Graph, device: Device) -> float:
+    """Return the seconds that a forward takes longer because what it saves is in no cache when it is written: it is
+    read before, and written back later. Temporaries have memory that was touched a moment before."""
+    saved = sum(value.type.nbytes for value in graph.saved if value not in graph.ins)
+    return 2 * saved / device.bandwidth if device.cache_bandwidth else 0.0

@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.oracles.drawn_chains import chain_model
 
-from penstock.ir.cluster.cluster import Device
-from penstock.ir.graph import Graph, Value
+from penstock.ir.cluster.cluster import Cluster, Device
+from penstock.ir.graph import Graph, Module, Value
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.passes.costs.cache_reach import bytes_near
-from penstock.passes.costs.prices import GraphCost
+from penstock.passes.costs.prices import GraphCost, rank_seconds
 from penstock.passes.kernels.divide import Kernel, bytes_moved
+from penstock.passes.manager import run_passes
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 
 SIZE = 256  # bytes of every value
 
@@ -81,3 +84,42 @@ def test_a_cache_makes_a_graph_faster_up_to_its_rate() -> None:
     assert fast < part < slow
     # The control: a size without a rate changes nothing.
     assert cost.seconds(replace(plain, cache=1 << 30)) == slow
+
+
+def plan(recompute: str, cache: int, rate: float = 4e9) -> Module:
+    """One device that trains a chain of layers, with a cache of so many bytes."""
+    one = Device("cpu:0", flops=1e15, bandwidth=1e9, cache=cache, cache_bandwidth=rate)
+    cluster = replace(Cluster.local(1), devices=(one,))
+    options = PipelineOptions(schedule="gpipe", microbatches=4, recompute=recompute)
+    calls = training_pipeline({"kind": "adamw", "lr": 0.1}, {}, options)
+    return run_passes(chain_model([4, *[64] * 6, 4], [], rows=32).but(cluster=cluster), calls, PASSES)
+
+
+def saved_by(module: Module, kind: str) -> int:
+    forward = module.stage_graph(0, kind)
+    assert forward is not None
+    taken = {value.name for value in forward.ins}
+    return sum(value.type.nbytes for value in forward.saved if value.name not in taken)
+
+
+def test_what_a_forward_saves_is_in_no_cache() -> None:
+    """It is read before it is written, and written back: 2 bytes at the rate of memory for each, also where forwards
+    are made again. The controls: a cache that holds all of a microbatch, and a device whose cache has no rate."""
+    kept, again = plan("none", 1 << 12), plan("all", 1 << 12)
+    assert saved_by(kept, "F") > saved_by(again, "F") >= 0
+    assert saved_by(again, "R") > 0
+    assert warm_and_found(again).keys() == {"F", "R", "B"}
+    for module in (kept, again):
+        for kind, (warm, seconds) in warm_and_found(module).items():
+            extra = 0 if kind == "B" else 2 * saved_by(module, kind) / 1e9
+            assert seconds == pytest.approx(warm + extra)
+    for same in (plan("all", 1 << 30), plan("all", 1 << 12, 0.0)):
+        assert all(seconds == pytest.approx(warm) for warm, seconds in warm_and_found(same).values())
+
+
+def warm_and_found(module: Module) -> dict[str, tuple[float, float]]:
+    """The seconds of each computation of a microbatch by its kernels alone, and those that the module is priced with."""
+    costs = {kind: GraphCost.of(graph) for kind in "FRB" if (graph := module.stage_graph(0, kind))}
+    moved, rows = sum(cost.moved for cost in costs.values()), rank_seconds(module)
+    device = module.cluster.device("cpu:0")
+    return {kind: (cost.seconds(device, between=moved - cost.moved), rows[0, kind]) for kind, cost in costs.items()}
