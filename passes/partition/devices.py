@@ -57,17 +57,22 @@ def mesh_axes(text: str) -> Axes:
     return tuple(parse_mesh(text).items()) if text.strip() else ()
 
 
-def unlike_devices(cluster: Cluster, names: Sequence[str], split_at: Sequence[str], mesh: str) -> StageDevices:
-    """Return the devices of stages that have a mesh each, written `tp=2;tp=1`. Devices and cuts are named."""
+def unlike_devices(
+    cluster: Cluster, names: Sequence[str], split_at: Sequence[str], mesh: str, each: int = 1, folded: bool = False
+) -> StageDevices:
+    """Return the devices of stages that have a mesh each, written `tp=2;tp=1`. Devices and cuts are named. With `each`
+    stages on a device, these meshes are those of packs, to which stages are dealt as in `placed_packs`."""
     meshes = [mesh_axes(text) for text in mesh.split(";")]
     groups = [listed.split() for listed in names]
     named = [name for group in groups for name in group]
     problems = [f"device {name!r} is named twice" for name in sorted({n for n in named if named.count(n) > 1})]
     if len(groups) != len(meshes):
         problems.append(f"devices are named for {counted(len(groups), 'stage')}, meshes for {len(meshes)}")
-    if len(split_at) + 1 != len(meshes):
+    if len(split_at) + 1 != len(meshes) * each:
         problems.append(
-            f"{counted(len(split_at), 'split point')} are named, {counted(len(meshes), 'mesh')} need {len(meshes) - 1}"
+            f"{counted(len(split_at), 'split point')} {'is' if len(split_at) == 1 else 'are'} named, "
+            f"{counted(len(meshes), 'mesh')} "
+            f"{'' if each == 1 else f'of {each} stages each '}need {len(meshes) * each - 1}"
         )
     for stage, (group, axes) in enumerate(zip(groups, meshes, strict=False)):
         if len(group) != prod(size for _, size in axes):
@@ -75,7 +80,11 @@ def unlike_devices(cluster: Cluster, names: Sequence[str], split_at: Sequence[st
             problems.append(f"stage {stage} has {counted(len(group), 'device')}, its mesh needs {needed}")
     if problems:
         raise UsageError("cannot use these meshes:" + itemised(problems), hint="--split-at names where stages end")
-    return StageDevices(tuple(tuple(map(cluster.device, group)) for group in groups), unlike=tuple(meshes))
+    placed = tuple(tuple(map(cluster.device, group)) for group in groups)
+    if each == 1:
+        return StageDevices(placed, unlike=tuple(meshes))
+    at, packs = _dealt(placed, each, folded)
+    return StageDevices(tuple(placed[place] for place in at), (), packs, tuple(meshes[place] for place in at))
 
 
 def devices_of(
@@ -146,10 +155,18 @@ def placed_packs(
         raise UsageError("packs of stages need as many devices each", hint="give every stage as many replicas")
     if split_at and cut != count * each:
         raise UsageError(f"{counted(len(split_at), 'split point')} make {cut} stages, {count * each} are asked for")
-    at = [device for row in range(each) for device in range(count)[:: -1 if folded and row % 2 else 1]]
-    packs = [tuple(stage for stage, there in enumerate(at) if there == place) for place in range(count)]
-    ranks = tuple(pack for pack, group in zip(packs, placed.groups, strict=True) for _ in group)
+    at, ranks = _dealt(placed.groups, each, folded)
     return StageDevices(tuple(placed.groups[place] for place in at), axes, ranks)
+
+
+def _dealt(
+    groups: Sequence[Sequence[Device]], each: int, folded: bool
+) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+    """Return the group of devices of every stage, and the stages of every rank."""
+    count = len(groups)
+    at = [place for row in range(each) for place in range(count)[:: -1 if folded and row % 2 else 1]]
+    packs = [tuple(stage for stage, there in enumerate(at) if there == place) for place in range(count)]
+    return at, tuple(pack for pack, group in zip(packs, groups, strict=True) for _ in group)
 
 
 def on_one_device(module: Module, axes: Axes) -> Module:

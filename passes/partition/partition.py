@@ -229,9 +229,7 @@ def _placed(cluster: Cluster, options: PartitionOptions, axes: Axes) -> StageDev
         return placed_packs(
             cluster, options.devices, options.stages, options.split_at, axes, options.packs, options.folded
         )
-    if options.packs > 1:
-        raise UsageError("a device with several stages has no mesh", hint="leave out --packs or --mesh")
-    return unlike_devices(cluster, options.devices, options.split_at, options.mesh)
+    return unlike_devices(cluster, options.devices, options.split_at, options.mesh, options.packs, options.folded)
 
 
 def _annotate(module: Module, placed: StageDevices, costs: ChainCosts, stages: Sequence[int]) -> Module:

@@ -9,13 +9,14 @@ Optimiser state and settings live on the new stage alone. A weight is on both, a
 stage has what it updates, the other what it computes with. So the runtime, checkpoints and checkers know all of it.
 What s2.U computes is what the updates of these stages computed, operation by operation.
 
-The update of a stage runs on the first of the devices that is on its host, else on the first. A weight that stages
-with different devices read is updated on the first of these, and goes to all stages that read it.
+The update of a stage runs on the first of the devices that is on its host, else on the first. A device that would be
+left without one takes over that of a device with several; of more devices than stages the last ones have none. A weight
+that stages with different devices read is updated on the first of these, and goes to all stages that read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import NORM_PARTS, PARTS, UPDATE
@@ -37,9 +38,9 @@ def update_on(module: Module, options: UpdateOnOptions) -> Module:
     """Move updates to stages of their own on other devices."""
     updates = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, UPDATE)) is not None}
     _check(module, options.devices, updates)
-    groups = _groups(module, options.devices, updates)
     graphs, moved = dict(module.graphs), dict[int, Graph]()
     handed = {stage: _handed(module, stage, graph) for stage, graph in updates.items()}
+    groups = _groups(module, options.devices, handed)
     for stage, graph in updates.items():
         gone = _hand_out(module, stage, graphs)
         moved[stage] = _renamed(graph, gone)
@@ -82,14 +83,40 @@ def _check(module: Module, devices: Sequence[str], updates: Mapping[int, Graph])
         raise UsageError("cannot run updates there:" + itemised(problems), where="update-on")
 
 
-def _groups(module: Module, devices: Sequence[str], updates: Iterable[int]) -> dict[str, list[int]]:
-    """Return the stages whose updates run on each device; none without a stage."""
+def _groups(module: Module, devices: Sequence[str], handed: Mapping[int, Mapping[str, Value]]) -> dict[str, list[int]]:
+    """Return the stages whose updates run on each device; no device without new weights. `handed` are those of each
+    stage, of which tied ones count where they come first."""
     hosts = {device.name: device.host for device in module.cluster.devices} if module.cluster is not None else {}
     groups: dict[str, list[int]] = {name: [] for name in devices}
-    for stage in updates:
+    for stage in handed:
         host = hosts.get(module.devices_of(stage)[0])
         groups[next((name for name in devices if hosts.get(name) == host), devices[0])].append(stage)
-    return {name: members for name, members in groups.items() if members}
+    weights, making = set[str](), set[int]()
+    for stage, names in handed.items():
+        if not weights.issuperset(names):
+            making.add(stage)
+        weights |= names.keys()
+    for members in groups.values():
+        most = max(groups.values(), key=lambda stages: len(making.intersection(stages)))
+        if making.isdisjoint(members) and len(making.intersection(most)) > 1:
+            members.append(max(making.intersection(most)))
+            most.remove(members[-1])
+    return _with_weights(groups, handed)
+
+
+def _with_weights(groups: Mapping[str, list[int]], handed: Mapping[int, Mapping[str, Value]]) -> dict[str, list[int]]:
+    """Return the groups that make new weights; stages of others are in the first of these."""
+    weights, kept, others = set[str](), dict[str, list[int]](), list[int]()
+    for device, members in groups.items():
+        names = {name for stage in members for name in handed[stage]}
+        if names - weights:
+            kept[device] = list(members)
+        else:
+            others += members
+        weights |= names
+    if kept:
+        next(iter(kept.values())).extend(others)
+    return {device: sorted(members) for device, members in kept.items()} or {next(iter(groups)): sorted(others)}
 
 
 def _handed(module: Module, stage: int, update: Graph) -> dict[str, Value]:

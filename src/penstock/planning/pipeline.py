@@ -258,8 +258,6 @@ def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:
     """Return options in which replicas that share variables out are an axis of a mesh."""
     if not options.zero:
         return options
-    if ";" in options.mesh:
-        raise UsageError("--zero shares variables out on one mesh of all stages", hint="leave out --zero")
     if not trains:
         raise UsageError("--zero shares out what training holds", hint="compile with --loss")
     named = max((len(names) for names in options.devices), default=1)
@@ -316,7 +314,7 @@ def _devices_of_stages(options: PlanOptions) -> tuple[tuple[str, ...], ...]:
 
 def _are_unlike(options: PlanOptions) -> bool:
     """Return whether stages that share variables out have unlike numbers of replicas, which no one mesh says."""
-    return bool(options.zero) and len({len(names) for names in options.devices}) > 1
+    return bool(options.zero) and ";" not in options.mesh and len({len(names) for names in options.devices}) > 1
 
 
 def _in_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str, ...], ...]:

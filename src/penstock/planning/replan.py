@@ -12,14 +12,17 @@ stage. Where to cut is searched for again, and shares are dealt again. Checkpoin
 
 With tensors that are split over a mesh, a team of devices takes the place of one device: the product of all axes but
 `dp`. Stages keep what they have left where that makes as many whole teams of each. Else each team gets a stage; where
-devices do not make whole teams, axes become shorter by a common divisor, which may be 1. Levels 2 and 3 of zero need
-equal shares; where shares become unequal, the level becomes 1.
+devices do not make whole teams, axes become shorter by a common divisor, which may be 1. Where stages have a mesh each,
+they keep these and their cuts as long as each has as many whole teams of its own. Else all get one mesh: the team that
+is the largest of those before. Levels 2 and 3 of zero need equal shares; where shares become unequal, the level becomes
+1.
 
 Where a device has several stages, it keeps as many. Where the schedule cannot deal the microbatches to so few devices,
 each device gets one stage under 1f1b, which computes the same, and nothing moves between memory spaces.
 
-Devices that only update weights stay what they are. Where none of them is left, stages update their own weights; where
-no other is left, they compute.
+Devices that only update weights stay what they are, if they come behind all that compute: ranks are in the order of the
+devices. Where stages have no weights for so many of them, the first ones compute. Where none of them is left, stages
+update their own weights; where no other is left, they compute.
 
 The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use
 for them.
@@ -76,13 +79,16 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
         )
     before = parse_pipeline(pipeline, PASSES)
     first = next(i for i, call in enumerate(before) if call.name == "partition")
-    if ";" in before[first].options.mesh:
-        raise UsageError("stages have a mesh each, so it cannot be planned anew", where=str(bundle.path))
     cluster, updating = with_devices(reference.cluster, devices), _updating(bundle, devices)
-    computing = with_devices(cluster, [name for name in devices if name not in updating])
-    placed = _placed(bundle, computing, mesh_axes(before[first].options.mesh))
-    calls = _changed(_updated_on(before[first:], updating), placed, bundle)
-    done, module = _carried_out(reference.but(cluster=cluster), calls)
+    meshes = [mesh_axes(text) for text in before[first].options.mesh.split(";")]
+    while True:
+        placed = _roles(bundle, cluster, meshes, updating)
+        calls = _changed(_updated_on(before[first:], updating), placed, bundle)
+        done, module = _carried_out(reference.but(cluster=cluster), calls)
+        if len(module.rank_devices()) == len(devices) or not updating:
+            break
+        # There are no weights for so many devices: the first of them computes.
+        updating = updating[1:]
     every = [*before[:first], *done]
     facts = describe_plan(module, reference, every, predict(module))
     weights, origin = bundle.weights(), _origin(bundle)
@@ -91,11 +97,21 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     return _summary(before, every, bundle, placed)
 
 
+def _roles(bundle: Bundle, cluster: Cluster, meshes: Sequence[Axes], updating: Sequence[str]) -> StageDevices:
+    """Return the devices of every stage, without those that update weights alone."""
+    computing = with_devices(cluster, [device.name for device in cluster.devices if device.name not in updating])
+    placed = _placed(bundle, computing, meshes)
+    if placed.unlike and bundle.module.packs and not _packs(bundle, placed):
+        return _on_one_mesh(computing, meshes)
+    return placed
+
+
 def _updating(bundle: Bundle, devices: Sequence[str]) -> tuple[str, ...]:
-    """Return the devices that go on to update weights alone; none where no others are left."""
+    """Return the devices that can go on to update weights alone: those behind all others, none where these are all."""
     stages = updating_stages(bundle.module)
     before = {name for stage in stages for name in bundle.module.devices_of(stage)}
-    return tuple(name for name in devices if name in before) if set(devices) - before else ()
+    first = max((i + 1 for i, name in enumerate(devices) if name not in before), default=len(devices))
+    return tuple(devices[first:])
 
 
 def _updated_on(calls: Sequence[Call], updating: tuple[str, ...]) -> list[Call]:
@@ -156,23 +172,34 @@ def _origin(bundle: Bundle) -> Origin | None:
     return Origin(bundle.source_names or {}, [bundle.path / name for name in files])
 
 
-def _placed(bundle: Bundle, cluster: Cluster, axes: Axes) -> StageDevices:
-    """Return the devices of every stage, and the axes of their meshes. `axes` are those of the plan before."""
+def _placed(bundle: Bundle, cluster: Cluster, meshes: Sequence[Axes]) -> StageDevices:
+    """Return the devices of every stage, and the axes of their meshes. `meshes` are those of the plan before: one for
+    all stages, or one for each."""
     devices = [device.name for device in cluster.devices]
     stage_of = {entry.device: entry.stage for entry in bundle.manifest.ranks}
     remaining = [tuple(name for name in devices if stage_of[name] == stage) for stage in _computing_stages(bundle)]
-    team = tuple((axis, size) for axis, size in axes if axis != REPLICAS)
-    each, sizes = prod(size for _, size in team), {len(names) for names in remaining}
+    each_mesh = meshes if len(meshes) > 1 else [*meshes] * len(remaining)
+    teams = [tuple((axis, size) for axis, size in axes if axis != REPLICAS) for axes in each_mesh]
+    sizes = [prod(size for _, size in team) for team in teams]
+    whole = [divmod(len(names), size) for names, size in zip(remaining, sizes, strict=True)]
     # The ranks of the plan have to be those of the devices as they are given.
     stay = all(remaining) and [name for names in remaining for name in names] == devices
-    if stay and (each == 1 or (len(sizes) == 1 and not len(remaining[0]) % each)):
-        replicas = len(remaining[0]) // each
-        kept = tuple((axis, replicas if axis == REPLICAS else size) for axis, size in axes) if each > 1 else ()
-    else:
-        kept = _shorter(team, len(devices))
-        each = prod(size for _, size in kept)
-        remaining = [tuple(devices[at : at + each]) for at in range(0, len(devices), each)]
-    return StageDevices(tuple(tuple(map(cluster.device, names)) for names in remaining), kept)
+    if stay and max(sizes) == 1:
+        return StageDevices(tuple(tuple(map(cluster.device, names)) for names in remaining))
+    if stay and len({count for count, _ in whole}) == 1 and not any(left for _, left in whole):
+        kept = [tuple((axis, whole[0][0] if axis == REPLICAS else n) for axis, n in axes) for axes in each_mesh]
+        groups = tuple(tuple(map(cluster.device, names)) for names in remaining)
+        return StageDevices(groups, kept[0]) if len(meshes) == 1 else StageDevices(groups, unlike=tuple(kept))
+    return _on_one_mesh(cluster, meshes)
+
+
+def _on_one_mesh(cluster: Cluster, meshes: Sequence[Axes]) -> StageDevices:
+    """Give each team a stage: the largest team of these meshes, shorter where devices do not make whole ones."""
+    teams = [tuple((axis, size) for axis, size in axes if axis != REPLICAS) for axes in meshes]
+    axes = _shorter(max(teams, key=lambda team: prod(size for _, size in team)), len(cluster.devices))
+    each = prod(size for _, size in axes)
+    firsts = range(0, len(cluster.devices), each)
+    return StageDevices(tuple(cluster.devices[at : at + each] for at in firsts), axes)
 
 
 def _shorter(axes: Axes, devices: int) -> Axes:
@@ -195,11 +222,11 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
     shares = () if packed else tuple(share for of_stage in dealt for share in of_stage)
     partitioned: dict[str, Any] = {
         "stages": 0,
-        "split_at": (),
+        "split_at": calls[0].options.split_at if placed.unlike else (),
         "pins": calls[0].options.pins if _as_many_stages(bundle, placed) else (),
         "devices": tuple(" ".join(device.name for device in group) for group in placed.groups),
         "shares": shares,
-        "mesh": ",".join(f"{axis}={size}" for axis, size in placed.axes),
+        "mesh": ";".join(",".join(f"{axis}={size}" for axis, size in axes) for axes in placed.unlike or [placed.axes]),
     }
     changes: dict[str, dict[str, Any]] = {"partition": partitioned, "schedule": {"shares": shares}}
     if bundle.module.packs and not packed:
@@ -248,6 +275,7 @@ def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, plac
     pins = "" if cuts[0].pins == cuts[1].pins else ", without pins, as the number of stages is another"
     was, now = (next((call for call in calls if call.name == "update-on"), None) for calls in (before, after))
     here = ", updates on the devices of stages, as no other is left for them" if was is not None and now is None else ""
+    here += ", one mesh for all stages" if ";" in cuts[0].mesh and ";" not in cuts[1].mesh else ""
     places = "" if cuts[0].split_by == cuts[1].split_by else ", cut at any operation, as modules do not make them"
     notes = f"{other}{lower}{pins}{places}{here}"
     return f"{stages}, schedule {kind} with {counted(schedule.microbatches, 'microbatch')}{notes}"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import penstock as ps
+from penstock.ir.graph import Module
 from penstock.models import write_gpt
 
 FILE = Path(__file__).with_name("matrix.json")
@@ -31,12 +32,12 @@ TRAINING = ps.Training("cross_entropy", ps.AdamW(lr=1e-3), MICROBATCHES)
 
 
 class Cell(NamedTuple):
-    """A way to train: two stages with so many replicas, each split over `tp` devices. Under `interleaved` a device has two
-    of four stages. `offload` is none or state."""
+    """A way to train: two stages with so many replicas, each split over `tp` devices, of which stages may have unlike
+    numbers: "2;1". Under `interleaved` a device has two of four stages. `offload` is none or state."""
 
     schedule: str
     level: int
-    tp: int
+    tp: int | str
     recompute: str
     replicas: int = 2
     offload: str = "none"
@@ -46,12 +47,16 @@ class Cell(NamedTuple):
         return f"{text} offload={self.offload}"
 
 
+# Two devices for each replica of the first stage, or of the first pack of stages, and one for the second.
+UNLIKE = "2;1"
 # With one replica there is nothing that replicas could share out.
 CELLS = (
     *(Cell(*cell) for cell in product(SCHEDULES, LEVELS, SPLITS, RECOMPUTED)),
     *(Cell(*cell, replicas=1) for cell in product(SCHEDULES, (0,), SPLITS, RECOMPUTED)),
     *(Cell(*cell, offload="state") for cell in product(SCHEDULES, LEVELS, SPLITS, ("none",))),
     *(Cell(*cell, replicas=1, offload="state") for cell in product(SCHEDULES, (0,), SPLITS, ("none",))),
+    *(Cell(*cell) for cell in product(SCHEDULES, LEVELS, (UNLIKE,), ("none",))),
+    *(Cell(*cell, replicas=1) for cell in product(SCHEDULES, (0,), (UNLIKE,), ("none",))),
 )
 
 
@@ -64,35 +69,43 @@ def model() -> ps.Model:
 
 def planned(cell: Cell) -> ps.Plan:
     """Return the plan of a cell; PenstockError where it is refused."""
-    axes = {"dp": cell.replicas, "tp": cell.tp}
-    mesh = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
-    packs = {"packs": 2} if cell.schedule == "interleaved" else {}
+    widths = [int(width) for width in str(cell.tp).split(";")]
+    axes = [{"dp": cell.replicas, "tp": width} for width in widths]
+    meshes = [",".join(f"{axis}={n}" for axis, n in of_stage.items() if n > 1 or len(widths) > 1) for of_stage in axes]
+    settings: dict[str, Any] = {"packs": 2} if cell.schedule == "interleaved" else {}
+    if len(widths) > 1:
+        ends = range(3) if settings else (1,)
+        settings["split_at"] = tuple(f"h.{layer}.mlp.residual" for layer in ends)
     return ps.plan(
         model(),
-        ps.Cluster.local(2 * cell.replicas * cell.tp),
+        ps.Cluster.local(2 * cell.replicas * sum(widths) // len(widths)),
         TRAINING,
         schedule=cell.schedule,
         stages=2,
-        mesh=mesh,
-        shard=("preset:megatron",) if cell.tp > 1 else (),
+        mesh=";".join(meshes),
+        shard=("preset:megatron",) if max(widths) > 1 else (),
         zero=cell.level,
         recompute=cell.recompute,
         offload=cell.offload,
-        **packs,
+        **settings,
     )
+
+
+def batches(module: Module) -> list[dict[str, np.ndarray]]:
+    """Return the batches of all steps."""
+    rng = np.random.default_rng(0)
+    tokens, labels = module.data_inputs
+    drawn = [rng.integers(0, VOCABULARY, (BATCH * MICROBATCHES, POSITIONS + 1)) for _ in range(STEPS)]
+    return [{tokens.name: x[:, :-1], labels.name: x[:, 1:]} for x in drawn]
 
 
 def trained(plan: ps.Plan) -> list[float]:
     """Train the plan and return its losses."""
-    rng = np.random.default_rng(0)
-    tokens, labels = plan.module.data_inputs
-    batches = [rng.integers(0, VOCABULARY, (BATCH * MICROBATCHES, POSITIONS + 1)) for _ in range(STEPS)]
-    feed = [{tokens.name: x[:, :-1], labels.name: x[:, 1:]} for x in batches]
     with (
         tempfile.TemporaryDirectory() as folder,
         ps.open(ps.compile(plan, Path(folder) / "bundle", backend="numpy"), timeout=60) as job,
     ):
-        return list(job.run(iter(feed)))
+        return list(job.run(iter(batches(plan.module))))
 
 
 @cache
@@ -102,7 +115,7 @@ def on_one_device(schedule: str) -> list[float]:
 
 
 @cache
-def at_level_zero(schedule: str, tp: int, replicas: int) -> list[float]:
+def at_level_zero(schedule: str, tp: int | str, replicas: int) -> list[float]:
     return trained(planned(Cell(schedule, 0, tp, "none", replicas)))
 
 

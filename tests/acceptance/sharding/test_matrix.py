@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from .matrix import CELLS, FILE, STEPS, Cell, at_level_zero, on_one_device, outcome, refusals, table_of
+from .matrix import CELLS, FILE, STEPS, UNLIKE, Cell, at_level_zero, on_one_device, outcome, refusals, table_of
 
 TOLERANCE = 1e-6
-# In every run of the tests: parts of two versions of weights, with what is computed again.
+# In every run of the tests: parts of two versions of weights, with what is computed again, and unlike packs.
 DRAWN = [
     Cell("2bw", 3, 1, "all"),
     Cell("interleaved", 1, 1, "none", offload="state"),
     Cell("interleaved", 0, 2, "all", replicas=1),
+    Cell("interleaved", 3, UNLIKE, "none"),
 ]
 COMMITTED: dict[Cell, dict[str, Any]] = {Cell(*row["cell"]): row for row in json.loads(FILE.read_text("utf-8"))}
 

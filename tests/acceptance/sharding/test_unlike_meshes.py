@@ -25,6 +25,7 @@ from penstock.ir.verify.layouts import check_local
 from penstock.models import write_gpt
 from penstock.passes.sharding.crossings import arrivals
 from penstock.passes.sharding.given import mesh_text
+from penstock.planning.replan import replan
 
 CUT, MEGATRON = ("h.1.mlp.residual",), ("preset:megatron",)
 MESHES = ("tp=2;tp=1", "tp=1;tp=2")
@@ -83,10 +84,18 @@ OTHER_AXIS = (*MEGATRON, "h.1.mlp.gelu=[_,_,/sp]")
 
 def _split(mesh: str, devices: int, folder: Path, cut: tuple[str, ...], **settings: object) -> tuple[ps.Plan, ps.Plan]:
     """Return the plan of a GPT of six heads, and that of one device."""
-    sizes = {"layers": 2, "width": 24, "heads": 6, "vocab": m.VOCABULARY, "positions": m.POSITIONS, "batch": m.BATCH}
+    schedule = settings.pop("schedule", "1f1b")
+    sizes = {
+        "layers": settings.pop("layers", 2),
+        "width": 24,
+        "heads": 6,
+        "vocab": m.VOCABULARY,
+        "positions": m.POSITIONS,
+        "batch": m.BATCH,
+    }
     model = ps.from_onnx(write_gpt(folder / "six.onnx", **sizes))
     given = {"split_at": cut, "shard": MEGATRON, "mesh": mesh, "stages": 2, **settings}
-    plan = ps.plan(model, ps.Cluster.local(devices), m.TRAINING, schedule="1f1b", **given)
+    plan = ps.plan(model, ps.Cluster.local(devices), m.TRAINING, schedule=schedule, **given)
     return plan, ps.plan(model, ps.Cluster.local(1), m.TRAINING, schedule="1f1b", stages=1)
 
 
@@ -188,10 +197,84 @@ def test_checker_refuses_messages_left_out_and_sent_twice() -> None:
     [
         ("tp=2;tp=1", {"split_at": ()}, "0 split points are named, 2 meshes need 1"),
         ("dp=2;dp=1", {"shard": ()}, "axis dp has sizes 1 and 2"),
-        ("tp=2;tp=1", {"zero": 1}, "--zero shares variables out on one mesh of all stages"),
+        ("tp=2;tp=1", {"zero": 1}, "--zero shares variables out among replicas, and there are none"),
+        ("tp=2;tp=1", {"packs": 2}, "1 split point is named, 2 meshes of 2 stages each need 3"),
     ],
 )
 def test_what_cannot_be_done_is_refused(mesh: str, settings: dict[str, object], words: str) -> None:
     with pytest.raises(ps.PenstockError) as caught:
         _plan(mesh, **settings)
     assert words in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------- packs, parts, fewer ranks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "devices", "settings"),
+    [("interleaved", "tp=2;tp=3", 5, {}), ("zb-v", "dp=2,tp=2;dp=2", 6, {"zero": 2})],
+)
+def test_packs_on_unlike_meshes_exchange_tiles(
+    schedule: str, mesh: str, devices: int, settings: dict[str, object], tmp_path: Path
+) -> None:
+    """Two stages on each rank, cut where layers are split. Under zb-v stages 1 and 2 are on the same ranks."""
+    cuts = tuple(f"h.{layer}.mlp.fc" for layer in (0, 1, 2))
+    plan, alone = _split(mesh, devices, tmp_path, cuts, layers=4, schedule=schedule, packs=2, **settings)
+    tiles = {(edge.src, edge.dst) for edge in plan.module.edges if travels_in_tiles(edge)}
+    assert {(0, 1), (1, 0), (2, 3), (3, 2)} <= tiles
+    assert ((1, 2) in tiles) == (schedule == "interleaved")
+    assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
+    assert main(["verify", str(ps.compile(plan, tmp_path / "b", backend="numpy")), "--steps", "1"]) == 0
+
+
+@pytest.mark.parametrize("what", ["clip", "tied"])
+def test_parts_of_unlike_stages_have_what_these_exchange(what: str, tmp_path: Path) -> None:
+    """The norm of the gradient, and gradients of a parameter that both stages read, at level 3."""
+    model = m.model() if what == "clip" else _tied(tmp_path)
+    training = replace(m.TRAINING, clip=0.05) if what == "clip" else m.TRAINING
+    settings = {"split_at": CUT, "shard": MEGATRON, "mesh": "dp=2,tp=2;dp=2", "stages": 2, "zero": 3}
+    plan = ps.plan(model, ps.Cluster.local(6), training, schedule="1f1b", **settings)
+    alone = ps.plan(model, ps.Cluster.local(1), training, schedule="1f1b", stages=1)
+    assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
+
+
+# The devices that are left of a plan, what is said of the plan for them, and the axes of its meshes.
+LEFT = {
+    "tp=2;tp=1": [
+        ((0, 1), "1 stage on cpu:0+cpu:1, ", "one mesh for all stages", ["tp=2"]),
+        ((2,), "1 stage on cpu:2, ", "one mesh for all stages", []),
+    ],
+    "dp=2,tp=2;dp=2": [
+        ((0, 1, 4), "2 stages on cpu:0+cpu:1 cpu:4, ", "4 microbatches", ["dp=1,tp=2"]),
+        ((0, 1, 2, 4), "2 stages on cpu:0+cpu:1 cpu:2+cpu:4, ", "one mesh for all stages", ["tp=2", "tp=2"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("packs", [1, 2])
+@pytest.mark.parametrize("mesh", LEFT)
+def test_a_run_on_unlike_meshes_goes_on_with_fewer_ranks(mesh: str, packs: int, tmp_path: Path) -> None:
+    cuts = CUT if packs == 1 else tuple(f"h.{layer}.mlp.residual" for layer in (0, 1, 2))
+    schedule = "1f1b" if packs == 1 else "interleaved"
+    settings = {"split_at": cuts, "packs": packs, "zero": int("dp" in mesh)}
+    cluster = ps.Cluster.local(6 if "dp" in mesh else 3)
+    plan = ps.plan(m.model(), cluster, m.TRAINING, schedule=schedule, stages=2, mesh=mesh, shard=MEGATRON, **settings)
+    bundle, feed, half = ps.compile(plan, tmp_path / "b", backend="numpy"), m.batches(plan.module), m.STEPS // 2
+    with ps.open(bundle, timeout=60) as job:
+        begun = list(job.run(iter(feed[:half])))
+        job.save(tmp_path / "checkpoint")
+    for number, (left, words, note, axes) in enumerate(LEFT[mesh]):
+        out, names = tmp_path / f"out{number}", [f"cpu:{i}" for i in left]
+        said = replan(open_bundle(bundle), names, out)
+        after = open_bundle(out)
+        assert note in said
+        assert [rank.device for rank in after.manifest.ranks] == names
+        if packs == 1:
+            assert words in said
+            assert [",".join(f"{a}={n}" for a, n in mesh.axes) for mesh in after.module.meshes] == axes
+        with ps.open(out, timeout=60, resume=tmp_path / "checkpoint") as job:
+            ended = list(job.run(iter(feed[half:])))
+        assert begun + ended == pytest.approx(m.on_one_device(schedule), rel=1e-6)
+    # The control: from the beginning these are other losses.
+    with ps.open(out, timeout=60) as job:
+        assert list(job.run(iter(feed[half:]))) != pytest.approx(ended, rel=1e-3)

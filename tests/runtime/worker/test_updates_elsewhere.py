@@ -13,6 +13,7 @@ from tests.runtime.job.test_replicas import batches_of
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
+from penstock.ir.batch_shares import updating_stages
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.memory.account import first_difference
 from penstock.models import write_mlp
@@ -187,6 +188,37 @@ def test_training_goes_on_with_the_devices_that_are_left(mlp, tmp_path, left, ra
     # The control: training that does not go on from the checkpoint.
     with ps.open(tmp_path / "after", timeout=60) as job:
         assert not np.allclose([step.losses for step in job.steps(batches[2:])], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("left", "updating"),
+    [
+        # Cut anew, one of two stages has no weights.
+        (["cpu:0", "cpu:1", "cpu:2", "cpu:3"], ["cpu:3"]),
+        (["cpu:1", "cpu:2", "cpu:3"], ["cpu:3"]),
+        (["cpu:2", "cpu:3"], []),
+        # Ranks are in the order of devices, and updates come behind all stages.
+        (["cpu:2", "cpu:0", "cpu:3"], ["cpu:3"]),
+        (["cpu:3", "cpu:0"], []),
+    ],
+)
+def test_every_device_that_is_left_has_a_rank_in_its_order(mlp, tmp_path, left, updating):
+    """Two devices update, both on the host of both stages: each has a stage to update, or computes."""
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
+    plan = ps.plan(ps.from_onnx(mlp), Cluster.local(4), training, update_on="cpu:2,cpu:3", split_at=["fc3.product"])
+    assert plan.module.rank_devices() == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    before = ps.compile(plan, tmp_path / "before", backend="numpy")
+    replan(open_bundle(before), left, tmp_path / "after")
+    after = open_bundle(tmp_path / "after")
+    assert after.module.rank_devices() == [rank.device for rank in after.manifest.ranks] == left
+    assert [name for stage in updating_stages(after.module) for name in after.module.devices_of(stage)] == updating
+    batches, place = batches_of(open_bundle(before), 4), tmp_path / "checkpoint"
+    with ps.open(before, timeout=60) as job:
+        list(job.steps(batches[:2]))
+        job.save(place)
+        expected = [step.losses for step in job.steps(batches[2:])]
+    with ps.open(tmp_path / "after", timeout=60, resume=place) as job:
+        np.testing.assert_allclose([step.losses for step in job.steps(batches[2:])], expected, rtol=1e-6)
 
 
 def test_the_host_of_gpus_updates_their_weights(mlp, tmp_path):
