@@ -6,7 +6,8 @@ one cuts out of its parts, and where they lie in those of the other.
 A rank takes each value from the ranks that it receives from, in the order in which its schedule names them: an element
 comes from the first that has it. So the text of the schedule is the choice of senders. Ranks of a mesh have the same
 tile of a value, or tiles without a common element. Hence the first rank with a tile sends all that the taker needs of
-it, and no rank behind it sends the same once more.
+it, and no rank behind it sends the same once more. What a rank sends to another is the same for all microbatches of a
+team: the checker refuses other senders for some of them (ir/verify/messages.py).
 
 A rank of the same mesh that comes first hands on what it has of values of which both take the same: a link of a chain,
 `1RF4<2:0 1F4` on rank 3 and `1RF4<0 1HF4>3:0 1F4` on rank 2. Tiles that are handed on travel in parcels, slices along
@@ -83,7 +84,8 @@ def _parcels(both: SharedSlices, value: Value) -> list[SharedSlices]:
 
 
 def parcels_of(nbytes: int) -> int:
-    """Return into how many parcels a tile that is handed on is cut: each is large enough to travel alone."""
+    """Return into how many parcels a tile that is handed on is cut at most: each is large enough to travel alone. There
+    are fewer where these are of whole rows."""
     return max(1, min(PARCELS, nbytes // (TOGETHER + 1)))
 
 
@@ -116,6 +118,13 @@ class TileEnds(NamedTuple):
         """Return the bytes of a value that a place takes, without padding."""
         t = self.edge.values[number].type.plain
         return t.with_shape((self.arrived(number, taker).size,)).nbytes
+
+    def parcel_bytes(self, number: int, taker: int) -> int:
+        """Return the bytes of the largest parcel of a value that is handed on to a place."""
+        value, tile = self.edge.values[number], self.arrived(number, taker)
+        cut = [parcel for both in overlaps(tile, tile) for parcel in _parcels(both, value)]
+        sizes = [prod(part.stop - part.start for part in parcel.one) for parcel in cut]
+        return value.type.plain.with_shape((max(sizes, default=0),)).nbytes
 
     def slices(
         self, senders: Sequence[TileSender], taker: int, in_parcels: Set[_Numbered] = frozenset()

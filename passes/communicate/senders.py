@@ -21,7 +21,7 @@ from math import prod
 from typing import NamedTuple
 
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.sharding.tile_messages import TileEnds, TileSender, goes_in_parcels, parcels_of
+from penstock.ir.sharding.tile_messages import TileEnds, TileSender, goes_in_parcels
 from penstock.ir.sharding.tiles import Ranges
 
 EXACT = 4096
@@ -103,7 +103,8 @@ class SenderChoice:
             names = self._names[1][fellow], self._names[1][taker]
             way = self._between(*names)
             is_cut = self._cluster is None or goes_in_parcels(self._cluster, *names)
-            parcel = max((nbytes / (parcels_of(nbytes) if is_cut else 1) for nbytes in sizes), default=0.0)
+            largest = [ends.parcel_bytes(number, taker) for number in alike[taker]] if is_cut else sizes
+            parcel = max(largest, default=0)
             for port, rate in way:
                 loads[port] = loads.get(port, 0.0) + sum(sizes) / rate
             late[taker] = late.get(fellow, 0.0) + max((parcel / rate for _, rate in way), default=0.0)

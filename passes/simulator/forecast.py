@@ -8,16 +8,17 @@ cores; of other hosts a cluster file does not say how many they have.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.collective_calls import kept_parts, meeting_ranks
-from penstock.ir.graph import Module, summed_vars
+from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.memory.predict import Course, memory_course
 from penstock.ir.memory.update_parts import share_of_update
+from penstock.ir.messages import parcels
 from penstock.ir.schedule import Action
 from penstock.ir.sharding.tile_messages import tile_messages
 from penstock.passes.costs.prices import timed_kind
@@ -107,7 +108,7 @@ def forecast(
 
     exchanges = exchange_seconds(module, machine.route)
     tiles = {
-        (phase, sender, taker, src, dst): float(sum(value.type.nbytes for value in values))
+        (phase, sender, taker, src, dst): _parcelled(values)
         for (src, dst, phase), sender, taker, values in tile_messages(module).messages()
     }
     machine = replace(machine, together=meeting_ranks(module), copied=copies_of(module), tiles=tiles)
@@ -179,3 +180,9 @@ def binding(forecast: Forecast) -> str:
         worst = next(what for what in path if not what.startswith("computing"))
         text += f", then {worst} with {share_of(path[worst], sum(path.values())):.0%}"
     return text
+
+
+def _parcelled(values: Sequence[Value]) -> tuple[float, float]:
+    """Return the bytes of values that travel together, and those of the largest message that they are."""
+    whole = float(sum(value.type.nbytes for value in values))
+    return whole, min(whole, float(max((message.nbytes for message in parcels(values)), default=0)))

@@ -76,19 +76,26 @@ class Copy(NamedTuple):
 class SimulatedMachine:
     """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to
     itself. `together` are the ranks that run a computation at once, by rank, stage and kind. `copied` says what an
-    action of a rank copies. `tiles` are the bytes of messages between unlike meshes, by channel."""
+    action of a rank copies. `tiles` are the bytes of messages between unlike meshes and of their largest parcels, by
+    channel."""
 
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
     transport: TransportModel = TransportModel()
     together: Mapping[tuple[int, int, str], tuple[int, ...]] = field(default_factory=dict)
     copied: Callable[[int, Action], Copy] = lambda rank, action: Copy()
-    tiles: Mapping[tuple[str, int, int, int, int], float] = field(default_factory=dict)
+    tiles: Mapping[tuple[str, int, int, int, int], tuple[float, float]] = field(default_factory=dict)
 
-    def size_of(self, message: tuple[str, int, int, int, int], nbytes: Callable[[str, int, int], float]) -> float:
-        """Return the bytes of a message: phase, ranks, stages. `nbytes` are those of edges without tiles."""
+    def size_of(
+        self, message: tuple[str, int, int, int, int], nbytes: Callable[[str, int, int], float]
+    ) -> tuple[float, float]:
+        """Return the bytes of a message, and of its largest parcel: phase, ranks, stages. `nbytes` are those of edges
+        without tiles."""
         phase, _, _, *stages = message
-        return self.tiles[message] if message in self.tiles else nbytes(phase, *stages)
+        if message in self.tiles:
+            return self.tiles[message]
+        whole = nbytes(phase, *stages)
+        return whole, whole
 
 
 def with_messages(seat: Seat, device: Device) -> Seat:

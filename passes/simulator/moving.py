@@ -34,11 +34,12 @@ class RankPair:
 @dataclass(slots=True, eq=False)
 class MessageChannel:
     """Messages of one phase between two ranks, by microbatch. A send in `sent` has no posted receive yet, a receive in
-    `posted` no send."""
+    `posted` no send. `parcel` are the bytes of the largest part that is handed on by itself."""
 
     source: int
     target: int
     nbytes: float
+    parcel: float
     pair: RankPair
     # The time of the rank for a send whose message moves already; None if it moves after the send. The second field is
     # true if reading the message takes time.

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.ir.sharding.tile_messages import parcels_of
-
 from .moving import MessageChannel
 from .result import RankTimeline
 
@@ -39,8 +37,7 @@ class RelayedLink:
     def parcel_seconds(self, channel: MessageChannel) -> float:
         """Return how long a parcel takes on a channel."""
         rate = min((use.bandwidth for use, _ in channel.pair.uses), default=channel.pair.cap)
-        parcels = 1 if self.is_whole else parcels_of(int(channel.nbytes))
-        return channel.nbytes / parcels / rate + channel.pair.latency
+        return (channel.nbytes if self.is_whole else channel.parcel) / rate + channel.pair.latency
 
     def end(self, mb: int, end: float) -> float:
         """Return when a message is there that has moved until `end`."""

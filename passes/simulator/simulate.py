@@ -222,9 +222,9 @@ class _Simulation:
         if key not in self.channels:
             ends = action.stage, action.other(self.stage_of)
             ends = ends if action.kind in SENDS else ends[::-1]
-            size = self.machine.size_of((action.phase, source, target, *ends), self.nbytes)
+            size, parcel = self.machine.size_of((action.phase, source, target, *ends), self.nbytes)
             self.channels[key] = MessageChannel(
-                source, target, size, self.pairs[source, target], *self._ends(source, target, size)
+                source, target, size, parcel, self.pairs[source, target], *self._ends(source, target, size)
             )
         return self.channels[key]
 

@@ -151,6 +151,26 @@ def test_checker_refuses_parts_left_out_and_swapped(tmp_path: Path) -> None:
     assert "comes from place 1 of its team, which may have another part" in wired_problems(plan, changed)
 
 
+def test_checker_refuses_senders_that_change_from_one_microbatch_to_another(tmp_path: Path) -> None:
+    """What a rank sends to another is the same for all microbatches of a team. Of each part there are two, on ranks 0 and
+    1, and on 2 and 3."""
+    plan, _ = _split("tp=2,sp=2;tp=1", 5, tmp_path, INSIDE)
+    assert not wired_problems(plan, {})
+
+    def taken_from(numbers: range, one: int, other: int) -> dict[str, tuple[str, ...]]:
+        changed: dict[str, tuple[str, ...]] = {}
+        for mb in numbers:
+            changed |= {f"4 1RF{mb}<0": (f"1RF{mb}<{one}",), f"4 1RF{mb}<2": (f"1RF{mb}<{other}",)}
+            changed |= {f"{rank} 0SF{mb}>4": () for rank in {0, 2} - {one, other}}
+            changed |= {f"{rank} 0F{mb}@1": (f"0F{mb}@1", f"0SF{mb}>4") for rank in {one, other} - {0, 2}}
+        return changed
+
+    every = range(m.MICROBATCHES, 2 * m.MICROBATCHES)
+    assert not wired_problems(plan, taken_from(every, 1, 3))
+    assert "are never sent to stage 1" in wired_problems(plan, taken_from(every[1:2], 1, 3))
+    assert "brings nothing" in wired_problems(plan, taken_from(every, 0, 1))
+
+
 def test_checker_refuses_parts_that_are_taken_for_whole(tmp_path: Path) -> None:
     """In place of what the ranks of the stage have gathered, each takes its own part twice."""
     plan, _ = _split("tp=2;sp=2", 4, tmp_path, INSIDE)

@@ -261,6 +261,19 @@ def test_a_chain_of_hosts_takes_a_third_of_one_after_the_other() -> None:
     assert chosen.best() == {0: (TileSender(0),), 1: (TileSender(0, True),), 2: (TileSender(1, True),)}
 
 
+def test_parcels_of_whole_rows_are_counted_as_they_are_sent() -> None:
+    """33 rows make 17 parcels of two, not 32: the last host waits for two parcels. The oracle are the slices that are
+    sent. The control: as many rows as there are parcels at most."""
+    for rows, most in ((33, 2), (32, 1)):
+        ends, cluster = _one_to_hosts(3, f"f32[{rows},32800]")
+        chosen = best_choice(ends, cluster)
+        handed = {(0, ends.arrived(0, 2).ranges)}
+        (pieces,) = ends.slices(chosen.best()[2], 2, handed).values()
+        assert max(piece.value.type.nbytes for piece in pieces) == most * 4 * 32800
+        once = ends.edge.values[0].type.nbytes / RATE
+        assert chosen.makespan(chosen.best()) == pytest.approx(once * (1 + 2 * most / rows))
+
+
 def test_gpus_hand_on_whole_tiles_so_a_chain_wins_nothing() -> None:
     ends, cpus = _one_to_hosts(3, "f32[2048,1024]")
     gpus = replace(cpus, devices=tuple(replace(device, kind="cuda", target="sm_90") for device in cpus.devices))
