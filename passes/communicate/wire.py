@@ -16,7 +16,7 @@ gradients below 6e-8 vanish and values above 65504 overflow, where bf16 loses di
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import ACTION_KINDS
@@ -70,7 +70,7 @@ def wire(module: Module, options: WireOptions) -> Module:
         name: Value(namer.fresh(f"{name}.{options.dtype}"), v.type._replace(dtype=options.dtype))
         for name, v in moved.items()
     }
-    wide = {name: Value(namer.fresh(f"{name}.wide"), value.type) for name, value in moved.items()}
+    wide = _wide_forms(edges, moved, namer)
     graphs = dict(module.graphs)
     for stage in module.stages:
         for phase, kinds in _KNOW.items():
@@ -83,13 +83,24 @@ def wire(module: Module, options: WireOptions) -> Module:
             for kind in kinds:
                 graph = module.stage_graph(stage.index, kind)
                 if graph is not None:
-                    changed = _widened(graphs[graph.name], comes, low, wide, first=kind == phase)
+                    changed = _widened(graphs[graph.name], comes, low, wide.get(stage.index, {}), first=kind == phase)
                     graphs[graph.name] = _rounded(changed, goes, low, module.outputs) if kind == phase else changed
     before = sum(value.type.nbytes for value in moved.values())
     text = f"{counted(len(moved), 'value')}, {shown_bytes(before)} a microbatch, travel as {options.dtype}"
     # Edges between unlike meshes, which are there already.
     written = tuple(_rounded_edge(edge, low) if edge.phase in _KNOW else edge for edge in module.edges)
     return module.but(graphs=graphs, edges=written).noted("wire", text)
+
+
+def _wide_forms(edges: Sequence[Edge], moved: Mapping[str, Value], namer: Namer) -> dict[int, dict[str, Value]]:
+    """Name the wide form of each value on each stage that takes it: those of several stages apart."""
+    forms: dict[int, dict[str, Value]] = {}
+    for name, value in moved.items():
+        takers = sorted({edge.dst for edge in edges if any(v.name == name for v in edge.values)})
+        for stage in takers:
+            form = namer.fresh(f"{name}.wide" if len(takers) == 1 else f"{name}.wide{stage}")
+            forms.setdefault(stage, {})[name] = Value(form, value.type)
+    return forms
 
 
 def _rounded_edge(edge: Edge, low: Mapping[str, Value]) -> Edge:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from oracles.drawn_chains import chain_model
 
 import penstock as ps
 from penstock.ir.graph import Module
@@ -17,6 +19,8 @@ from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import check
 from penstock.models import write_gpt, write_mlp
 from penstock.passes.communicate.wire import WireOptions, round_trips, wire
+from penstock.passes.manager import run_passes
+from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.support.errors import UsageError
 
 SIZES, ROWS, PARTS, RATE = (6, 16, 16, 5), 4, 2, 0.2
@@ -161,3 +165,28 @@ def test_a_wire_that_does_not_exist_and_one_that_is_late(model: ps.Model) -> Non
         wire(planned(model, dtype="f32").module, WireOptions("i8"))
     with pytest.raises(UsageError, match="sends and receives are there already"):
         wire(planned(model, dtype="f32").module, WireOptions())
+
+
+def test_a_value_that_several_stages_take_is_widened_on_each():
+    """A residual goes past a stage, and so does its gradient: to other devices, or to another stage of the same one."""
+    cuts = {"split_at": ("layer1", "layer2", "layer3")}
+
+    def trained(dtype: str, kind: str, packs: int) -> tuple[Module, list[float]]:
+        model = chain_model([8, 8, 8, 8, 8], [(0, 2), (1, 3)]).but(cluster=ps.Cluster.local(4 // packs))
+        options = PipelineOptions(schedule=kind, microbatches=PARTS, packs=packs, recompute="none", wire=dtype)
+        module = run_passes(model, training_pipeline({"kind": "sgd", "lr": 0.1}, cuts, options), PASSES)
+        draw = np.random.default_rng(5)
+        weights = {n: draw.standard_normal(v.type.dims).astype("f4") for n, v in model.vars.items()}
+        batches = [
+            {v.name: draw.standard_normal((PARTS * v.type.dims[0], 8)).astype("f4") for v in model.inputs}
+            for _ in range(3)
+        ]
+        return module, [float(loss) for loss in run_schedule(module, weights, batches, precision=TYPED).losses]
+
+    module, losses = trained("bf16", "1f1b", 1)
+    takers = Counter(value.name for edge in module.edges if edge.phase == "F" for value in edge.values)
+    assert max(takers.values()) == 2
+    assert trained("bf16", "interleaved", 2)[1] == trained("bf16", "zb-v", 2)[1] == losses
+    whole = trained("f32", "1f1b", 1)[1]
+    assert losses != whole
+    np.testing.assert_allclose(losses, whole, rtol=0.03)
