@@ -27,7 +27,7 @@ BEFORE = -1
 class Life(NamedTuple):
     """One stay in a block of memory. `owner` is the microbatch, -1 - t for batch t, None for a variable, of which it is
     buffer number `copy`. `given_at` is None for what is there at the end. `uses` are the actions that make, write or
-    read what is in it; `block` is its address, where measured."""
+    read what is in it; `block` is its address, where measured. `stage` is the one of the rank that it was taken for."""
 
     purpose: str
     names: tuple[str, ...]
@@ -38,6 +38,7 @@ class Life(NamedTuple):
     copy: int = 0
     uses: tuple[int, ...] = ()
     block: str = ""
+    stage: int = 0
 
     @property
     def label(self) -> str:

@@ -13,7 +13,7 @@ over gloo they are copied. NCCL's own buffers are not counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from penstock.ir.collective_calls import (
     CollectiveCall,
@@ -33,16 +33,16 @@ from .workspace import kernels_in_order
 _ALIGNMENT = 64
 
 
-def exchange_bytes(module: Module, rank: int, stage: int) -> int:
-    """Return the bytes of the blocks that a rank keeps for the collectives of a stage."""
+def exchange_bytes(module: Module, rank: int, stages: Collection[int]) -> int:
+    """Return the bytes of the blocks that a rank keeps for the collectives of its stages, which take turns in them."""
     if _is_gpu(module, rank):
         return 0
     most: Counter[tuple[tuple[int, ...], int]] = Counter()
     for name, graph in module.graphs.items():
-        if graph_stage(name) == stage:
+        if graph_stage(name) in stages:
             for at_once in _under_way(graph):
                 most |= Counter(key for call in at_once for key in _blocks(module, rank, call))
-    summed = [key for call in kept_sums(module, stage) for key in _blocks(module, rank, call)]
+    summed = [key for stage in stages for call in kept_sums(module, stage) for key in _blocks(module, rank, call)]
     return sum(size * (count + 1) for (_, size), count in most.items()) + sum(size for _, size in summed)
 
 

@@ -26,22 +26,24 @@ BOUNDARY = 256
 def passage_bytes(module: Module, rank: int, fed: Iterable[Value]) -> int:
     """Return the bytes of the buffers of a rank's GPU."""
     inwards, outwards, slots = {v.type.nbytes for v in fed}, set[int](), 0
-    stage = module.rank_stages()[rank]
-    for edge in module.edges:
-        sizes = [parcel.nbytes for parcel in parcels(edge_values(module, edge, stage))]
-        carriers = _carriers(module, rank, edge)
-        if stage == edge.dst:
-            slots += carriers.count(IPC) * sum(-(-nbytes // BOUNDARY) * BOUNDARY for nbytes in sizes)
-        if any(carrier not in (IPC, NCCL) for carrier in carriers):
-            (inwards if stage == edge.dst else outwards).update(sizes)
+    for stage in module.rank_packs()[rank]:
+        for edge in module.edges:
+            sizes = [parcel.nbytes for parcel in parcels(edge_values(module, edge, stage))]
+            carriers = _carriers(module, rank, stage, edge)
+            if stage == edge.dst:
+                slots += carriers.count(IPC) * sum(-(-nbytes // BOUNDARY) * BOUNDARY for nbytes in sizes)
+            if any(carrier not in (IPC, NCCL) for carrier in carriers):
+                (inwards if stage == edge.dst else outwards).update(sizes)
     copied = sum(nbytes for sizes in (inwards, outwards) for nbytes in sizes if nbytes >= BESIDE_BYTES)
     return BUFFERS * (copied + slots)
 
 
-def _carriers(module: Module, rank: int, edge: Edge) -> list[str]:
-    """Return what carries the messages of an edge between a rank and each rank of the stage at its other end."""
-    stages, devices, cluster = module.rank_stages(), module.rank_devices(), module.cluster
-    if cluster is None or stages[rank] not in (edge.src, edge.dst):
+def _carriers(module: Module, rank: int, stage: int, edge: Edge) -> list[str]:
+    """Return what carries the messages of an edge between a stage of a rank and each other rank that runs the stage at
+    its other end."""
+    packs, devices, cluster = module.rank_packs(), module.rank_devices(), module.cluster
+    far = edge.src if stage == edge.dst else edge.dst
+    # What one stage of a rank hands to another is no message.
+    if cluster is None or stage not in (edge.src, edge.dst) or far in packs[rank]:
         return []
-    far = edge.src if stages[rank] == edge.dst else edge.dst
-    return [cluster.carrier(devices[rank], devices[peer]) for peer, stage in enumerate(stages) if stage == far]
+    return [cluster.carrier(devices[rank], devices[peer]) for peer, pack in enumerate(packs) if far in pack]

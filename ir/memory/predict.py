@@ -1,6 +1,6 @@
 """Predicted memory of every rank. In: a module with a schedule. Out: bytes by purpose, and the peak of their sum.
 
-What is counted, per stage:
+What is counted, of all stages of a rank together:
     weights      parameters, times the versions kept              gradients, state, buffers    one copy each
                  (of state that has a home in another space, what is on the device at once: items.py)
     activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its
@@ -27,12 +27,12 @@ block and action by action, but for receives of batches that a program has yet t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 
 from penstock.ir.action_kinds import UPDATE
-from penstock.ir.graph import COPY, GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
+from penstock.ir.graph import COPY, GRAD, PARAM, STATE, Module, Value, Var, stage_vars, stepped_vars
 from penstock.ir.memo import Derived
-from penstock.ir.schedule import COMPUTE, READERS, SAVERS, Action, Schedule
+from penstock.ir.schedule import COMPUTE, READERS, Action, Schedule
 
 from .account import BEFORE, Account, Life, Version
 from .exchanges import exchange_bytes
@@ -51,8 +51,9 @@ _PURPOSES = {PARAM: "weights", COPY: "weights", GRAD: "gradients", STATE: "state
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold
-    activations. `workspace` is what is held at that moment beside values of microbatches and variables."""
+    """Bytes of one rank; `stage` is its first, `peak` the largest sum at one moment. `in_flight` are the most
+    microbatches that hold activations, of each of its stages. `workspace` is what is held at that moment beside values
+    of microbatches and variables."""
 
     stage: int
     weights: int
@@ -95,12 +96,7 @@ def measure_memory(module: Module) -> dict[int, Memory]:
 
 
 def _measured(module: Module, schedule: Schedule) -> dict[int, Memory]:
-    table = {}
-    for rank in schedule.ranks:
-        row = _summed([_stage_memory(module, rank, stage) for stage in schedule.stages_of(rank)])
-        most = _most_resident(module, rank)
-        table[rank] = replace(row, state=row.state + most, peak=row.peak + most)
-    return table
+    return {rank: _rank_memory(module, schedule, rank) for rank in schedule.ranks}
 
 
 def _most_resident(module: Module, rank: int) -> int:
@@ -110,32 +106,25 @@ def _most_resident(module: Module, rank: int) -> int:
     return max(resident_bytes(module, actions_of(module.schedule, rank, BATCHES)), default=0)
 
 
-def _summed(rows: Sequence[Memory]) -> Memory:
-    """Return the memory of a rank: blocks that were given back are kept, so it is the sum over its stages."""
-    if len(rows) == 1:
-        return rows[0]
-    return Memory(rows[0].stage, *map(sum, zip(*[astuple(row)[1:] for row in rows], strict=True)))
-
-
-def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
-    assert module.schedule is not None
-    graphs = [g for kind in COMPUTE if (g := module.stage_graph(stage, kind))]
-    fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
-    for var in (var for var in stage_vars(module, stage).values() if not var.home):
-        fixed[purpose_of(var)] += module.local_type(var.type, stage).nbytes * var.versions
-    inputs = {v.name for graph in graphs for v in graph.ins}
-    fed = module.local_values((v for v in module.data_inputs if v.name in inputs), stage)
-    batch = module.schedule.microbatches * sum(v.type.nbytes for v in fed)
+def _rank_memory(module: Module, schedule: Schedule, rank: int) -> Memory:
+    stages = schedule.stages_of(rank)
+    fixed = {"weights": 0, "gradients": 0, "state": _most_resident(module, rank), "buffers": 0}
+    for stage in stages:
+        for var in (var for var in stage_vars(module, stage).values() if not var.home):
+            fixed[purpose_of(var)] += module.local_type(var.type, stage).nbytes * var.versions
+    # One that several stages of the rank take waits once.
+    fed = {value.name: value for stage in stages for value in _fed_values(module, stage)}.values()
+    batch = schedule.microbatches * sum(v.type.nbytes for v in fed)
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work
     # on it.
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
-    data += exchange_bytes(module, rank, stage)
-    data += 0 if (saved := saved_set(module, stage)) is None else saved.gathered
-    walk = Walk(module, stage, rank, posts=not _on_gpu(module, rank))
-    for _ in walk.follow(a for a in actions_of(module.schedule, rank, BATCHES) if a.stage == stage):
+    data += exchange_bytes(module, rank, stages)
+    data += sum(saved.gathered for stage in stages if (saved := saved_set(module, stage)) is not None)
+    walk = _walk(module, rank)
+    for _ in walk.follow(actions_of(schedule, rank, BATCHES)):
         pass
     return Memory(
-        stage,
+        min(stages, default=0),
         **fixed,
         activations=walk.activations,
         boundary=walk.boundary,
@@ -144,6 +133,19 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
         peak=sum(fixed.values()) + data + walk.peak,
         in_flight=walk.in_flight,
     )
+
+
+def _fed_values(module: Module, stage: int) -> tuple[Value, ...]:
+    """Return the inputs of the module that a stage takes, with the types that a rank has of them."""
+    graphs = (graph for kind in COMPUTE if (graph := module.stage_graph(stage, kind)))
+    inputs = {v.name for graph in graphs for v in graph.ins}
+    return module.local_values((v for v in module.data_inputs if v.name in inputs), stage)
+
+
+def _walk(module: Module, rank: int, *, lives: bool = False) -> Walk:
+    """Return a walk over the program of a rank, which runs all of its stages."""
+    assert module.schedule is not None, "memory needs a schedule"
+    return Walk(module, module.schedule.stages_of(rank), rank, posts=not _on_gpu(module, rank), lives=lives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +163,15 @@ class Course:
 def memory_course(module: Module, rank: int, batches: int) -> Course:
     """Return the course of memory over a run of a rank, from an empty pipeline to an empty one."""
     assert module.schedule is not None, "memory needs a schedule"
-    posts, actions = not _on_gpu(module, rank), actions_of(module.schedule, rank, batches)
-    walks = {stage: Walk(module, stage, rank, posts=posts, lives=True) for stage in module.schedule.stages_of(rank)}
-    ways = {stage: walk.follow([a for a in actions if a.stage == stage]) for stage, walk in walks.items()}
-    held = []
-    for step, action in enumerate(actions, BEFORE):
-        walks[action.stage].step = step
-        next(ways[action.stage])
-        saved = sum(walk.now[True] for walk in walks.values())
-        passing = sum(walk.now[False] + walk.coming for walk in walks.values())
-        blocks = sum(pool.bytes for walk in walks.values() for pool in walk.pools)
+    walk, actions, held = _walk(module, rank, lives=True), actions_of(module.schedule, rank, batches), []
+    for _ in walk.follow(actions):
+        saved, passing = walk.now[True], walk.now[False] + walk.coming
+        blocks = sum(pool.bytes for pool in walk.pools)
         held.append((saved, passing, blocks - saved - passing))
-    for way in ways.values():
-        next(way, None)
     row = measure_memory(module)[rank]
     away = row.fixed + row.data - _most_resident(module, rank)
-    lives = tuple(life for walk in walks.values() for life in walk.finish())
-    return Course(tuple(actions), tuple(held), lives, tuple(away + n for n in resident_bytes(module, actions)))
+    always = tuple(away + n for n in resident_bytes(module, actions))
+    return Course(tuple(actions), tuple(held), tuple(walk.finish()), always)
 
 
 def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
@@ -195,38 +189,58 @@ def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) 
     runs.
     """
     assert module.schedule is not None, "memory needs a schedule"
-    stage = module.rank_stages()[rank]
-    walk, actions = Walk(module, stage, rank, posts=not _on_gpu(module, rank), lives=True), list[Action]()
+    stages = module.schedule.stages_of(rank)
+    walk, actions = _walk(module, rank, lives=True), list[Action]()
     for first, batches in runs:
         actions += walk.follow(actions_of(module.schedule, rank, batches, first))
     newest = runs[0][0] if runs else 0
-    variables = [*_variable_lives(module, stage), *_item_lives(module, stage, actions)]
-    lives = with_uses(module, stage, newest, actions, [*variables, *walk.finish()])
-    workspace = {kind: tuple(blocks) for kind, blocks in walk.workspaces.items()}
+    lives, versions, workspace = walk.finish(), list[Version](), dict[str, tuple[int, ...]]()
+    for stage in stages:
+        lives += [*_variable_lives(module, stage), *_item_lives(module, stage, actions)]
+        versions += _versions(module, rank, stage, newest, actions)
+        for computed, blocks in walk.stages[stage].workspaces.items():
+            workspace[called_graph(stages, stage, computed)] = tuple(blocks)
     return Account(
-        rank, tuple(actions), tuple(lives), tuple(_versions(module, rank, stage, newest, actions)), workspace
+        rank, tuple(actions), tuple(with_uses(module, stages, newest, actions, lives)), tuple(versions), workspace
     )
 
 
-def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action], lives: Sequence[Life]) -> list[Life]:
+def called_graph(pack: Sequence[int], stage: int, computed: str) -> str:
+    """Name a graph that a rank calls: with the stage, where the rank runs several."""
+    return computed if len(pack) == 1 else f"s{stage}.{computed}"
+
+
+def with_uses(
+    module: Module, stages: Sequence[int], newest: int, actions: Sequence[Action], lives: Sequence[Life]
+) -> list[Life]:
     """Return the same blocks with the actions that use their contents, in the order in which they were taken."""
-    values: dict[tuple[int | None, str], list[int]] = {}
-    buffers: dict[tuple[str, int], list[int]] = {}
-    for step, access in enumerate(Accesses(module, stage, newest).follow(actions)):
-        for name in access.values:
-            values.setdefault((access.owner, name), []).append(step)
-        for buffer in access.buffers:
-            buffers.setdefault(buffer, []).append(step)
+    # Values by owner and name. Those that no stage of the rank makes by stage, too: each has its own block of them.
+    values: dict[tuple[int | None, str, int | None], list[int]] = {}
+    buffers: dict[tuple[int, str, int], list[int]] = {}
+    graphs = (graph for stage in stages for kind in COMPUTE if (graph := module.stage_graph(stage, kind)))
+    results = {v.name for graph in graphs for v in graph.results}
+    for stage in stages:
+        steps = [step for step, action in enumerate(actions) if action.stage == stage]
+        accesses = Accesses(module, stage, newest).follow(actions[step] for step in steps)
+        for step, access in zip(steps, accesses, strict=True):
+            for name in access.values:
+                values.setdefault((access.owner, name, None if name in results else stage), []).append(step)
+            for buffer in access.buffers:
+                buffers.setdefault((stage, *buffer), []).append(step)
     result = []
     for life in lives:
         touched = (
-            buffers.get((life.names[0], life.copy), [])
+            buffers.get((life.stage, life.names[0], life.copy), [])
             if life.owner is None
-            else [s for n in life.names for s in values.get((life.owner, n), ())]
+            else [
+                step
+                for name in life.names
+                for step in values.get((life.owner, name, None if name in results else life.stage), ())
+            ]
         )
         end = len(actions) if life.given_at is None else life.given_at
         result.append(life._replace(uses=tuple(sorted({s for s in touched if life.taken_at <= s <= end}))))
-    return sorted(result, key=lambda life: (life.taken_at, life.names, life.copy, life.owner or 0))
+    return sorted(result, key=lambda life: (life.taken_at, life.names, life.copy, life.owner or 0, life.stage))
 
 
 def purpose_of(var: Var) -> str:
@@ -234,29 +248,23 @@ def purpose_of(var: Var) -> str:
     return _PURPOSES.get(var.role, "buffers")
 
 
-def saved_values(module: Module, stage: int) -> frozenset[str]:
-    """Return the values that a computation saves for a later one. A block with one of them counts as activations, other
-    blocks as boundary."""
-    graphs = (module.stage_graph(stage, kind) for kind in SAVERS)
-    return frozenset(v.name for graph in graphs if graph is not None for v in graph.saved)
-
-
 def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
     for var in (var for var in stage_vars(module, stage).values() if not var.home):
         size = module.local_type(var.type, stage).nbytes
         for copy in range(var.versions if size else 0):
-            yield Life(purpose_of(var), (var.name,), None, size, BEFORE, None, copy)
+            yield Life(purpose_of(var), (var.name,), None, size, BEFORE, None, copy, stage=stage)
 
 
 def _item_lives(module: Module, stage: int, actions: Sequence[Action]) -> Iterator[Life]:
     """Yield the stays on the device of variables that have a home."""
     for item, image in stage_images(module, stage).items():
-        ends = [step for step, a in enumerate(actions) if is_let_go(a) and a.item == item]
-        for begun in (step for step, a in enumerate(actions) if is_brought(a) and a.item == item):
+        moved = [(step, a) for step, a in enumerate(actions) if a.stage == stage and a.item == item]
+        ends = [step for step, a in moved if is_let_go(a)]
+        for begun in (step for step, a in moved if is_brought(a)):
             ended = next((end for end in ends if end > begun), None)
             for var in image.variables.values():
                 if var.type.nbytes:
-                    yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, begun, ended)
+                    yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, begun, ended, stage=stage)
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:
@@ -264,17 +272,13 @@ def _versions(module: Module, rank: int, stage: int, newest: int, actions: Seque
     Batch t reads version t - delay; the last action of that batch that does so retires it."""
     assert module.schedule is not None
     per_batch = module.schedule.microbatches
+    reads = [a for a in module.schedule.ranks[rank].batch if a.stage == stage and a.kind in READERS]
     # As written for batch 1.
-    oldest = min(
-        (a.version for a in module.schedule.ranks[rank].batch if a.kind in READERS and a.version is not None), default=1
-    )
-    last = {
-        a.version: i
-        for i, a in enumerate(actions)
-        if a.kind in READERS and a.version == a.batch(per_batch) + oldest - 1
-    }
-    written_at = {a.version: i for i, a in enumerate(actions) if a.kind == UPDATE and not a.item}
-    if not any(a.kind in READERS for a in actions):
+    oldest = min((a.version for a in reads if a.version is not None), default=1)
+    ours = [(step, a) for step, a in enumerate(actions) if a.stage == stage]
+    last = {a.version: step for step, a in ours if a.kind in READERS and a.version == a.batch(per_batch) + oldest - 1}
+    written_at = {a.version: step for step, a in ours if a.kind == UPDATE and not a.item}
+    if not any(a.kind in READERS for _, a in ours):
         # What no microbatch reads retires as the next update begins.
         last = {version - 1: i for version, i in written_at.items() if version is not None}
     for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):

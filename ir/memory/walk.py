@@ -1,17 +1,18 @@
 """One rank's actions, followed block by block: what memory they take and give back.
 
-In: a module, a stage, actions. Out: blocks as they
-come and go (account.py), and sums and peaks of them for predict.py, which says what is counted.
+In: a module, a rank with its stages, actions. Out: blocks as they come and go (account.py), and sums and peaks of them
+for predict.py, which says what is counted.
 
 The rules are those of the runtime, said a second time: a microbatch holds a value until no later action of it on this
 rank takes it; a message has its memory from when its receive is posted until the last value in it is let go of; what a
-send hands over stays until the peer has it.
+send hands over stays until the peer has it. What one stage of the rank hands to another is one block, until neither
+holds it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -29,15 +30,14 @@ from penstock.ir.action_kinds import (
     UPDATE,
     WEIGHTS,
 )
-from penstock.ir.graph import Graph, Module, Value
+from penstock.ir.graph import Module, Value
 from penstock.ir.messages import Parcel, parcels
-from penstock.ir.schedule import COMPUTE, HANDS, PHASES, RECEIVES, SAVERS, SENDS, Action, Schedule
+from penstock.ir.schedule import HANDS, RECEIVES, SENDS, Action, Schedule
 from penstock.ir.sharding.tile_messages import EdgeEnds, ends_of, tile_messages
 
 from .account import BEFORE, Life
-from .saved_sets import moves_saved, saved_set
-from .update_parts import computation_of, update_parts
-from .workspace import planned_blocks
+from .saved_sets import moves_saved
+from .stage_values import StageValues, StoredValue, saved_values
 
 # The runtime posts the receives among the next so many actions; a computation with its sends, receives and drop is at
 # most five of them. It posts at most so many of one channel: one that arrives while its predecessor is worked on, one
@@ -84,22 +84,29 @@ class PassingPool(BlockPool):
         self.bytes = sum(number * nbytes for nbytes, number in self.used.items())
 
 
-# A channel of a rank: the kind of its actions, the peer, and the stage there where ranks run several.
-Channel = tuple[str, int, int | None]
-# A value that has memory: name, bytes, where they are from, and whether it is saved.
-_Stored = tuple[str, int, BlockPool, bool]
+# A channel of a rank: the kind of its actions, the peer, the stage, and that at the other end where ranks run several.
+Channel = tuple[str, int, int, int | None]
+# Who holds a value: a stage, for a microbatch or a batch.
+_Holder = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
 class _HeldBlock:
-    """A block of memory with values in it: `names` are those that have ever been there, `held` how many still are."""
+    """A block of memory with values in it: `names` are those that have ever been there, `held` how many still are, once
+    for each stage that holds them. It was taken for `stage`."""
 
     nbytes: int
     pool: BlockPool
     names: tuple[str, ...]
     taken_at: int
+    stage: int
     held: int = 0
     saved: bool = False
+
+    def life(self, owner: int, given_at: int | None) -> Life:
+        """Return the life of the block."""
+        purpose = "activations" if self.saved else "boundary"
+        return Life(purpose, self.names, owner, self.nbytes, self.taken_at, given_at, stage=self.stage)
 
 
 @dataclass(slots=True)
@@ -114,63 +121,32 @@ class _SentMessages:
 
 
 class Walk:
-    """The walk over one rank's program, which counts the memory that it holds. `now` are the bytes of values that are
-    saved (True), and of those that are passing through; `coming` those of messages that may come before their action.
-    With `lives`, blocks are written down when they are given back."""
+    """The walk over one rank's program, which counts the memory that it holds: all of its stages share what is free.
+    `now` are the bytes of values that are saved (True), and of those that are passing through; `coming` those of
+    messages that may come before their action. With `lives`, blocks are written down when they are given back."""
 
-    def __init__(self, module: Module, stage: int, rank: int, *, posts: bool = True, lives: bool = False) -> None:
-        self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
+    def __init__(
+        self, module: Module, stages: Sequence[int], rank: int, *, posts: bool = True, lives: bool = False
+    ) -> None:
+        self.stages = {stage: StageValues(module, stage, stages) for stage in stages}
         self.homes = module.rank_stages()
-        parts = update_parts(module, stage).values()
-        called = {**self.graphs, **{computation_of(part): part for part in parts}}
-        self.workspaces = {name: planned_blocks(graph) for name, graph in called.items()}
-        together = next((stages for stages in module.packs if stage in stages), (stage,))
-        leaving = [e for e in module.edges if e.src == stage and e.dst not in together]
         self._rank, self._tiles = rank, tile_messages(module)
-        self._edges = {(e.src, e.dst, e.phase): module.local_values(e.values, stage) for e in module.edges}
+        self._edges = {
+            (e.src, e.dst, e.phase): module.local_values(e.values, e.src if e.src in self.stages else e.dst)
+            for e in module.edges
+        }
         self._carried: dict[tuple[EdgeEnds, int | None], tuple[tuple[Value, ...], tuple[Parcel, ...]]] = {}
-        self.saved = {v.name for kind in SAVERS if kind in self.graphs for v in self.graphs[kind].saved}
-        # The values that stay after each computation beside those to send: later computations take them.
-        for_weights, for_backward, for_norm, for_update = (
-            {v.name for v in self.graphs[kind].ins} if kind in self.graphs else set[str]()
-            for kind in (WEIGHTS, BACKWARD, NORM_PARTS, UPDATE)
-        )
-        saved = {
-            kind: {v.name for v in self.graphs[kind].saved} if kind in self.graphs else set()
-            for kind in (FORWARD, AGAIN)
-        }
-        self.kept = {
-            FORWARD: saved[FORWARD],
-            AGAIN: for_backward | for_weights,
-            BACKWARD: for_weights,
-            WEIGHTS: set[str](),
-        }
-        self.sent = {kind: {v.name for e in leaving if e.phase == kind for v in e.values} for kind in PHASES}
-        # What another stage of the rank takes counts here, too, until it is dropped: a bound, as it is one tensor.
-        for edge in module.edges:
-            if edge.src == stage and edge.dst in together and edge.phase in self.kept:
-                self.kept[edge.phase] |= {v.name for v in edge.values}
-                if edge.phase == FORWARD:
-                    self.kept[AGAIN] |= {v.name for v in edge.values}
-        self.kept |= {PARTS: for_norm | for_update, NORM_PARTS: for_update, UPDATE: set[str]()}
-        self.kept[LET_GO] = self.kept[FORWARD] - saved[AGAIN]
-        self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
-        self.held: dict[int, dict[str, _HeldBlock]] = {}
+        self.saved = frozenset[str]().union(*(saved_values(module, stage) for stage in stages))
+        # The blocks of values by stage, and by microbatch or batch: those that one stage of the rank hands to another
+        # are held by both.
+        self.held: dict[_Holder, dict[str, _HeldBlock]] = {}
         self.now = {True: 0, False: 0}
-        # Memory of results and temporaries, of inputs of the module, and of messages; and which of
-        # these a value that was not received is in.
+        # Memory of results and temporaries, of inputs of the module, and of messages.
         self.made, self.fed, self.messages = BlockPool(), BlockPool(), BlockPool()
         # The memory of saved sets that were elsewhere.
-        self.brought, self.saved_set = PassingPool(), saved_set(module, stage)
+        self.brought = PassingPool()
         self.pools = (self.made, self.fed, self.messages, self.brought)
-        self._inputs = module.given_names(stage)
-        # The values that a graph takes (True) and returns, kept because every call needs them.
-        self._stored = {
-            (kind, takes): [*self._with_memory(g.ins if takes else g.results)]
-            for kind, g in self.graphs.items()
-            for takes in (True, False)
-        }
-        self._posts, self._unsent = posts, Counter[tuple[str, int]]()
+        self._posts, self._unsent = posts, Counter[tuple[int, str, int]]()
         self._posted: dict[Channel, dict[int, list[_HeldBlock]]] = {}
         self._expected: dict[Channel, deque[Action]] = {}
         self._lingering: dict[Channel, _SentMessages] = {}
@@ -182,7 +158,7 @@ class Walk:
         """Run through what a rank does from an empty pipeline to an empty one; each action is handed out when it is
         done."""
         actions = list(actions)
-        self._unsent = Counter((a.phase, a.mb) for a in actions if a.kind in SENDS)
+        self._unsent = Counter((a.stage, a.phase, a.mb) for a in actions if a.kind in SENDS)
         ahead = 0
         for i, action in enumerate(actions):
             self.step += 1
@@ -193,7 +169,7 @@ class Walk:
             WALKS[action.kind](self, action)
             self.activations = max(self.activations, self.now[True])
             self.boundary = max(self.boundary, self.now[False] + self.coming)
-            self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
+            self.in_flight = max(self.in_flight, sum(mb >= 0 for _, mb in self.held))
             self._note()
             yield action
         self._flush()
@@ -201,53 +177,69 @@ class Walk:
     # ---------------------------------------------------------------------------------------- one method per kind
 
     def _compute(self, action: Action) -> None:
-        kind, mb = action.kind, action.mb
-        self._hold(mb, self._stored[kind, True])
-        self._hold(mb, self._stored[kind, False])
-        self._call(kind)
-        self._keep(mb, self._needed[kind])
+        stage, kind, holder = self.stages[action.stage], action.kind, _holder(action)
+        self._hold(holder, stage.stored[kind, True])
+        self._hold(holder, stage.stored[kind, False])
+        self._call(stage.workspaces[kind])
+        self._hand_over(action)
+        self._keep(holder, stage.needed[kind])
 
     def _hand_out(self, action: Action) -> None:
-        self._hold(action.holder, self._stored[action.kind, False])
-        self._call(action.kind)
+        stage = self.stages[action.stage]
+        self._hold(_holder(action), stage.stored[action.kind, False])
+        self._call(stage.workspaces[action.kind])
+        self._hand_over(action)
+
+    def _hand_over(self, action: Action) -> None:
+        """Let other stages of the rank hold what they take of a computation."""
+        held = self.held[_holder(action)]
+        for stage, names in self.stages[action.stage].handed.get(action.kind, ()):
+            theirs = self.held.setdefault((stage, action.holder), {})
+            for name in names & held.keys():
+                theirs[name] = held[name]
+                held[name].held += 1
 
     def _update(self, action: Action) -> None:
-        sent = self.sent[UPDATE]
-        self._hold(action.holder, [row for row in self._stored[action.kind, False] if row[0] in sent])
-        self._call(action.computation)
+        stage, holder = self.stages[action.stage], _holder(action)
+        sent = stage.sent[UPDATE]
+        self._hold(holder, [row for row in stage.stored[action.kind, False] if row[0] in sent])
+        self._call(stage.workspaces[action.computation])
         if not action.item:
-            self._keep(action.holder, sent)
+            self._keep(holder, sent)
 
     def _send(self, action: Action) -> None:
         """Send a microbatch's values, which stay until they were sent to the last of several ranks."""
-        phase, mb = action.phase, action.mb
-        self._unsent[phase, mb] -= 1
-        if not self._unsent[phase, mb]:
-            del self._unsent[phase, mb]
-            self._keep(action.holder, self.kept[phase])
+        stage, phase = self.stages[action.stage], action.phase
+        left = (action.stage, phase, action.mb)
+        self._unsent[left] -= 1
+        if not self._unsent[left]:
+            del self._unsent[left]
+            self._keep(_holder(action), stage.kept[phase])
         # What the update of the stage takes as well stays until that.
-        if not action.once or not self.sent[phase] <= self.kept[phase]:
+        if not action.once or not stage.sent[phase] <= stage.kept[phase]:
             self._linger(action)
 
     def _let_go(self, action: Action) -> None:
         """Let go of what is computed again, or of a saved set. Memory of variables is counted beside the walk
         (items.py)."""
+        stage, holder = self.stages[action.stage], _holder(action)
         if not action.item:
-            self._keep(action.mb, self.kept[LET_GO])
-        elif moves_saved(action) and self.saved_set is not None:
-            self._keep(action.mb, self.held.get(action.mb, {}).keys() - self.saved_set.values.keys())
+            self._keep(holder, stage.kept[LET_GO])
+        elif moves_saved(action) and stage.saved_set is not None:
+            self._keep(holder, self.held.get(holder, {}).keys() - stage.saved_set.values.keys())
 
     def _bring(self, action: Action) -> None:
         """Take memory for a saved set: one block, until its last value is dropped."""
-        if moves_saved(action) and self.saved_set is not None:
-            names, nbytes = tuple(sorted(self.saved_set.values)), self.saved_set.nbytes
-            block = _HeldBlock(nbytes, self.brought, names, self.step, len(names), True)
-            self.held.setdefault(action.mb, {}).update(dict.fromkeys(names, block))
-            self.now[True] += nbytes
-            self.brought.change(nbytes, 1)
+        saved = self.stages[action.stage].saved_set
+        if moves_saved(action) and saved is not None:
+            names = tuple(sorted(saved.values))
+            block = _HeldBlock(saved.nbytes, self.brought, names, self.step, action.stage, len(names), True)
+            self.held.setdefault(_holder(action), {}).update(dict.fromkeys(names, block))
+            self.now[True] += saved.nbytes
+            self.brought.change(saved.nbytes, 1)
 
     def _drop(self, action: Action) -> None:
-        self._keep(action.mb, set())
+        self._keep(_holder(action), set())
 
     def _pass(self, action: Action) -> None:
         """Change no memory: the action works in buffers of variables, or with values that stay until the update."""
@@ -270,8 +262,7 @@ class Walk:
 
     def _expect(self, action: Action) -> None:
         """Post a receive that lies ahead: it has memory from now on, or as soon as its channel has room."""
-        assert action.peer is not None
-        channel = (action.kind, action.peer, action.end)
+        channel = _channel(action)
         waiting = self._expected.setdefault(channel, deque())
         if waiting or len(self._posted.setdefault(channel, {})) >= POSTED:
             waiting.append(action)
@@ -279,10 +270,7 @@ class Walk:
             self._post(action)
 
     def _post(self, action: Action) -> None:
-        assert action.peer is not None
-        self._posted[action.kind, action.peer, action.end][action.mb] = blocks = (
-            self._messages(action) if self._posts else []
-        )
+        self._posted[_channel(action)][action.mb] = blocks = self._messages(action) if self._posts else []
         for block in blocks:
             self.coming += block.nbytes
 
@@ -291,15 +279,15 @@ class Walk:
         (values, messages), blocks = self._message(action), list[_HeldBlock]()
         for parcel in messages:
             names = tuple(sorted(values[i].name for i in parcel.numbers))
-            block = _HeldBlock(parcel.nbytes, self.messages, names, self.step, saved=not self.saved.isdisjoint(names))
+            saved = not self.saved.isdisjoint(names)
+            block = _HeldBlock(parcel.nbytes, self.messages, names, self.step, action.stage, saved=saved)
             block.pool.change(block.nbytes, 1)
             blocks.append(block)
         return blocks
 
     def _receive(self, action: Action) -> None:
         """Convert the memory of a message into that of values of its microbatch."""
-        assert action.peer is not None
-        channel = (action.kind, action.peer, action.end)
+        channel = _channel(action)
         posted = self._posted.setdefault(channel, {})
         blocks = posted.pop(action.mb, None)
         for block in blocks or ():
@@ -307,7 +295,7 @@ class Walk:
         waiting = self._expected.get(channel)
         if blocks is None and waiting and action in waiting:
             waiting.remove(action)
-        held = self.held.setdefault(action.holder, {})
+        held = self.held.setdefault(_holder(action), {})
         for block in blocks or self._messages(action):
             self.now[block.saved] += block.nbytes
             for name in block.names:
@@ -323,21 +311,20 @@ class Walk:
         ends = ends_of(action, self.homes)
         if ends not in self._tiles:
             return
-        held, all_of = self.held[action.holder], set[str]()
+        held, all_of = self.held[_holder(action)], set[str]()
         for piece in self._tiles.slices(ends, action.peer, self._rank):
             if piece.is_all:
                 all_of.add(piece.whole)
         parts = [value for value in self._tiles.arriving(ends) if value.name not in all_of]
-        self._hold(action.holder, [*self._with_memory(parts)])
+        self._hold(_holder(action), self.stages[action.stage].with_memory(parts))
         tiles = {value.name for value in self._message(action)[0]} - all_of
-        self._keep(action.holder, held.keys() - tiles)
+        self._keep(_holder(action), held.keys() - tiles)
 
     def _linger(self, action: Action) -> None:
         """Hold what was sent until the transport notices that the peer has it: small messages until there are a few of
         a channel, and those until the next send of it, say. What is saved stays anyway; values that share a message
         were copied into it."""
-        assert action.peer is not None
-        line = self._lingering.setdefault((action.kind, action.peer, action.end), _SentMessages())
+        line = self._lingering.setdefault(_channel(action), _SentMessages())
         for pool, size in line.leaving:
             pool.change(size, -1)
         line.leaving = []
@@ -362,10 +349,10 @@ class Walk:
 
     # ---------------------------------------------------------------------------------------- values
 
-    def _call(self, kind: str) -> None:
+    def _call(self, blocks: Sequence[int]) -> None:
         """Call a graph, whose temporaries live during the call only."""
         for sign in (1, -1):
-            for size in self.workspaces[kind]:
+            for size in blocks:
                 self.made.change(size, sign)
         self._note()
 
@@ -374,21 +361,17 @@ class Walk:
         if total > self.peak:
             self.peak, self.workspace = total, total - sum(self.now.values()) - self.coming
 
-    def _with_memory(self, values: Iterable[Value]) -> Iterator[_Stored]:
-        for value in values:
-            if size := value.type.nbytes:
-                yield value.name, size, self.fed if value.name in self._inputs else self.made, value.name in self.saved
-
-    def _hold(self, mb: int, values: Iterable[_Stored]) -> None:
-        held = self.held.setdefault(mb, {})
-        for name, size, pool, saved in values:
+    def _hold(self, holder: _Holder, values: Iterable[StoredValue]) -> None:
+        held = self.held.setdefault(holder, {})
+        for name, size, is_fed in values:
             if name not in held:
-                held[name] = _HeldBlock(size, pool, (name,), self.step, 1, saved)
+                pool, saved = self.fed if is_fed else self.made, name in self.saved
+                held[name] = _HeldBlock(size, pool, (name,), self.step, holder[0], 1, saved)
                 self.now[saved] += size
                 pool.change(size, 1)
 
-    def _keep(self, mb: int, names: AbstractSet[str]) -> None:
-        held = self.held.get(mb, {})
+    def _keep(self, holder: _Holder, names: AbstractSet[str]) -> None:
+        held = self.held.get(holder, {})
         for name in [n for n in held if n not in names]:
             block = held.pop(name)
             block.held -= 1
@@ -396,19 +379,15 @@ class Walk:
                 self.now[block.saved] -= block.nbytes
                 block.pool.change(block.nbytes, -1)
                 if self.lives is not None:
-                    self.lives.append(Life(_purpose(block), block.names, mb, block.nbytes, block.taken_at, self.step))
+                    self.lives.append(block.life(holder[1], self.step))
         if not held:
-            self.held.pop(mb, None)
+            self.held.pop(holder, None)
 
     def finish(self) -> list[Life]:
         """Return all blocks of the walk, with those that are still held."""
         assert self.lives is not None
-        remaining = {id(block): (mb, block) for mb, held in self.held.items() for block in held.values()}
-        left = [
-            Life(_purpose(block), block.names, mb, block.nbytes, block.taken_at, None)
-            for mb, block in remaining.values()
-        ]
-        return [*self.lives, *left]
+        remaining = {id(block): (owner, block) for (_, owner), held in self.held.items() for block in held.values()}
+        return [*self.lives, *(block.life(owner, None) for owner, block in remaining.values())]
 
 
 WALKS: dict[str, Callable[[Walk, Action], None]] = {
@@ -425,5 +404,10 @@ WALKS: dict[str, Callable[[Walk, Action], None]] = {
 }
 
 
-def _purpose(block: _HeldBlock) -> str:
-    return "activations" if block.saved else "boundary"
+def _holder(action: Action) -> _Holder:
+    return action.stage, action.holder
+
+
+def _channel(action: Action) -> Channel:
+    assert action.peer is not None
+    return action.kind, action.peer, action.stage, action.end

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class LedgerEntry(NamedTuple):
     """One event in a block of memory. `owner` is the microbatch of a value, -1 - t for batch t, the first batch of a
     run, and 0 for all else. `nbytes` are those of the block. Of a call `name` is the kind of graph, with the first and
-    the last kernel that work in the block."""
+    the last kernel that work in the block. `stage` is the one that ran, on a rank that runs several."""
 
     at: float
     step: int
@@ -46,6 +46,7 @@ class LedgerEntry(NamedTuple):
     block: int
     nbytes: int
     version: int | None = None
+    stage: int | None = None
 
 
 class CopyTimes(NamedTuple):
@@ -59,28 +60,39 @@ class CopyTimes(NamedTuple):
 
 
 class Ledger:
-    """Entries of one rank. `step` is the action that is being run."""
+    """Entries of one rank. `step` is the action that is being run, `stage` that of the action where the rank runs
+    several."""
 
     def __init__(self) -> None:
         self.entries: list[LedgerEntry] = []
         self.step = BEFORE
+        self.stage: int | None = None
+
+    def begin(self, stage: int) -> None:
+        """Enter what follows as of the next action."""
+        self.step += 1
+        if self.stage is not None:
+            self.stage = stage
 
     def value(self, what: str, name: str, owner: int, tensor: torch.Tensor) -> None:
         memory = tensor.untyped_storage()
         if not memory.nbytes():
             return
-        self.entries.append(
-            LedgerEntry(time.monotonic(), self.step, what, name, owner, memory.data_ptr(), memory.nbytes())
-        )
+        self._enter(what, name, owner, memory.data_ptr(), memory.nbytes())
 
     def variable(self, what: str, name: str, buffer: int, nbytes: int, version: int | None) -> None:
-        self.entries.append(LedgerEntry(time.monotonic(), self.step, what, name, 0, buffer, nbytes, version))
+        self._enter(what, name, 0, buffer, nbytes, version)
 
     def call(self, kind: str, blocks: Sequence[Temporary]) -> None:
         """Enter the temporaries of a graph; one of no bytes stands for none."""
         for number, block in enumerate(blocks or [Temporary(0, "", "")]):
             name = " ".join((kind, block.first, block.last))
-            self.entries.append(LedgerEntry(time.monotonic(), self.step, "call", name, 0, number, block.nbytes))
+            self._enter("call", name, 0, number, block.nbytes)
+
+    def _enter(self, what: str, name: str, owner: int, block: int, nbytes: int, version: int | None = None) -> None:
+        self.entries.append(
+            LedgerEntry(time.monotonic(), self.step, what, name, owner, block, nbytes, version, self.stage)
+        )
 
     def run(self, first: int) -> None:
         """Enter that a run begins with the next action."""

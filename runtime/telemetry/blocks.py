@@ -18,8 +18,8 @@ VALUES = ("post", "keep", "drop", "send", "sent")
 
 @dataclass(slots=True)
 class Stay:
-    """A block, with the values that have ever been in it, and how many of them still are. `ended` is None while it
-    lives."""
+    """A block, with the values that have ever been in it, and how many of them still are, once for each stage that
+    holds them. `ended` is None while it lives; `stage` as in the entries."""
 
     block: int
     owner: int
@@ -28,6 +28,7 @@ class Stay:
     names: list[str] = field(default_factory=list)
     held: int = 0
     ended: int | None = None
+    stage: int | None = None
 
 
 class Stays:
@@ -54,6 +55,9 @@ class Stays:
                 self._begin(entry)
             case "keep":
                 stay = self._living.get(entry.block) or self._begin(entry)
+                if not stay.names:
+                    # Of a message, the stage that takes it.
+                    stay.stage = entry.stage
                 stay.names.append(entry.name)
                 stay.held += 1
             case "drop":
@@ -72,7 +76,7 @@ class Stays:
         self.most_away = max(self.most_away, self.away)
 
     def _begin(self, entry: LedgerEntry) -> Stay:
-        stay = self._living[entry.block] = Stay(entry.block, entry.owner, entry.nbytes, entry.step)
+        stay = self._living[entry.block] = Stay(entry.block, entry.owner, entry.nbytes, entry.step, stage=entry.stage)
         self.all.append(stay)
         self.nbytes += stay.nbytes
         return stay

@@ -15,7 +15,8 @@ import msgspec
 
 from penstock.ir.graph import Module, stage_vars
 from penstock.ir.memory.account import BEFORE, Account, Life, Version
-from penstock.ir.memory.predict import planned_account, purpose_of, saved_values, with_uses
+from penstock.ir.memory.predict import called_graph, planned_account, purpose_of, with_uses
+from penstock.ir.memory.stage_values import saved_values
 from penstock.ir.schedule import Action
 from penstock.runtime.messages.ledger import LedgerEntry
 from penstock.support.errors import UsageError
@@ -84,6 +85,10 @@ def _check(trace: RankTrace) -> None:
 
 def _entry(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
     """Read an entry back from the form in which trace.py wrote it."""
+    return _without_stage(what, at, args)._replace(stage=args.get("stage"))
+
+
+def _without_stage(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
     step = args["step"]
     match what:
         case "run":
@@ -108,28 +113,30 @@ def _entry(what: str, at: float, args: Mapping[str, Any]) -> LedgerEntry:
 
 def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
     """Return the account of a rank's memory, as it was written down."""
-    stage = module.rank_stages()[rank]
+    stages = module.rank_packs()[rank]
     actions = trace.actions
     stays = Stays()
     for entry in trace.entries:
         stays.follow(entry)
-    lives = list(_variables(module, stage, trace.entries))
-    saved = saved_values(module, stage)
+    lives = list(_variables(module, stages, trace.entries))
+    saved = frozenset[str]().union(*(saved_values(module, stage) for stage in stages))
     for stay in stays.all:
-        names = tuple(sorted(stay.names))
+        # Two stages may hold a value that one has handed to the other.
+        names = tuple(sorted({*stay.names}))
         purpose = "boundary" if saved.isdisjoint(names) else "activations"
-        lives.append(Life(purpose, names, stay.owner, stay.nbytes, stay.begun, stay.ended, block=hex(stay.block)))
+        life = Life(purpose, names, stay.owner, stay.nbytes, stay.begun, stay.ended, block=hex(stay.block))
+        lives.append(life._replace(stage=_stage(stay.stage, stages)))
     newest = next((entry.owner for entry in trace.entries if entry.what == "run"), 0)
     workspace: dict[str, tuple[int, ...]] = {}
     for entry in trace.entries:
         if entry.what == "call":
-            kind = entry.name.partition(" ")[0]
+            kind = called_graph(stages, _stage(entry.stage, stages), entry.name.partition(" ")[0])
             workspace[kind] = workspace.get(kind, ()) + ((entry.nbytes,) if entry.nbytes else ())
     times = tuple((start, end) for _, start, end in trace.events)
     return Account(
         rank,
         actions,
-        tuple(with_uses(module, stage, newest, actions, lives)),
+        tuple(with_uses(module, stages, newest, actions, lives)),
         tuple(_versions(trace.entries)),
         workspace,
         times,
@@ -147,8 +154,6 @@ def most_away(trace: RankTrace) -> int:
 
 def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
     """Return the account that the plan has for the batches of a trace."""
-    if module.packs:
-        raise UsageError("traces have no memory of ranks that run several stages", where=f"@{module.name}")
     return planned_account(module, rank, runs_of(module, trace))
 
 
@@ -170,27 +175,34 @@ def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
     return runs
 
 
-def _variables(module: Module, stage: int, entries: Sequence[LedgerEntry]) -> Iterable[Life]:
-    variables = stage_vars(module, stage)
-    ends = [(entry.name, entry.step) for entry in entries if entry.what == "give"]
+def _stage(written: int | None, stages: Sequence[int]) -> int:
+    """Return the stage of an entry, which says it where the rank runs several."""
+    return stages[0] if written is None else written
+
+
+def _variables(module: Module, stages: Sequence[int], entries: Sequence[LedgerEntry]) -> Iterable[Life]:
+    variables = {stage: stage_vars(module, stage) for stage in stages}
+    ends = [(_stage(entry.stage, stages), entry.name, entry.step) for entry in entries if entry.what == "give"]
     for entry in entries:
         if entry.what == "own" and entry.nbytes:
-            purpose = purpose_of(variables[entry.name]) if entry.name in variables else "buffers"
-            end = next((step for name, step in ends if name == entry.name and step > entry.step), None)
-            yield Life(purpose, (entry.name,), None, entry.nbytes, entry.step, end, entry.block)
+            stage = _stage(entry.stage, stages)
+            var = variables.get(stage, {}).get(entry.name)
+            purpose = "buffers" if var is None else purpose_of(var)
+            end = next((step for *key, step in ends if key == [stage, entry.name] and step > entry.step), None)
+            yield Life(purpose, (entry.name,), None, entry.nbytes, entry.step, end, entry.block, stage=stage)
 
 
 def _versions(entries: Sequence[LedgerEntry]) -> list[Version]:
-    begun: dict[tuple[str, int], tuple[int, int]] = {}
-    ended: dict[tuple[str, int], int] = {}
+    begun: dict[tuple[int | None, str, int], tuple[int, int]] = {}
+    ended: dict[tuple[int | None, str, int], int] = {}
     for entry in entries:
         if entry.version is not None:
-            key = (entry.name, entry.version)
+            key = (entry.stage, entry.name, entry.version)
             if entry.what == "retire":
                 ended[key] = entry.step
             else:
                 begun[key] = (entry.block, entry.step)
     return [
-        Version(name, version, buffer, step, ended.get((name, version)))
-        for (name, version), (buffer, step) in begun.items()
+        Version(name, version, buffer, step, ended.get((stage, name, version)))
+        for (stage, name, version), (buffer, step) in begun.items()
     ]

@@ -9,8 +9,8 @@ The entries of a rank's memory (messages/ledger.py) become a counter. It has the
 beside them those that were sent and have not arrived. Each entry becomes an instant, too. It says what happened, the
 number of the action, the block and its bytes. A block is an address, as blocks are used again; of a variable it is the
 number of its buffer. It says name, microbatch and operation of a value, and variable and version of a parameter. Of a
-call's temporaries it says the first and the last kernel that work in them. `memory_trace.read_trace` reads all of this
-back.
+call's temporaries it says the first and the last kernel that work in them. Where a rank runs several stages, it says
+which one ran. `memory_trace.read_trace` reads all of this back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_trace(
         entries += _copies(rank, copied, origin)
     entries += _arrows(ranks, origin)
     for rank, changes in enumerate(held):
-        entries += _memory(rank, changes, origin, {} if module is None else makers(module, module.rank_stages()[rank]))
+        entries += _memory(rank, changes, origin, {} if module is None else makers(module, module.rank_packs()[rank]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -133,12 +133,12 @@ def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]
         yield {**shared, "ph": "f", "bp": "e", "pid": destination, "ts": _micros(ends["f"][message], origin)}
 
 
-def makers(module: Module, stage: int) -> dict[str, str]:
-    """Return the maker of each value that a stage may hold. It is an operation, here or on the stage it comes from,
+def makers(module: Module, stages: Sequence[int]) -> dict[str, str]:
+    """Return the maker of each value that some stages may hold. It is an operation, here or on the stage it comes from,
     with the source's name for it."""
     names = {value.name: "input" for value in module.inputs}
-    prefix = f"s{stage}."
-    for name, graph in sorted(module.graphs.items(), key=lambda item: item[0].startswith(prefix)):
+    prefixes = tuple(f"s{stage}." for stage in stages)
+    for name, graph in sorted(module.graphs.items(), key=lambda item: item[0].startswith(prefixes)):
         names |= {
             out.name: f"{name}: {op.kind}{f' ({op.loc})' if op.loc else ''}" for op in graph.ops for out in op.outs
         }
@@ -156,7 +156,7 @@ def _memory(rank: int, entries: Sequence[LedgerEntry], origin: float, makers: Ma
             "ph": "i",
             "s": "t",
             "name": f"{entry.what} {name}",
-            "args": {"step": entry.step, **fields},
+            "args": {"step": entry.step, **({} if entry.stage is None else {"stage": entry.stage}), **fields},
         }
         if entry.what in VALUES:
             stays.follow(entry)

@@ -103,6 +103,7 @@ class Executor:
         self.module, self.rank = module, rank
         self.stage = module.rank_stages()[rank] if conduct.stage is None else conduct.stage
         self.stages = {} if conduct.stages is None else conduct.stages
+        first = next(iter(self.stages.values()), self)
         self.stages[self.stage] = self
         self._pack = module.rank_packs()[rank]
         self.program, self.store, self.transport = program, store, transport
@@ -112,11 +113,7 @@ class Executor:
         self.schedule = module.schedule
         self.log: list[LogEntry] | None = [] if conduct.audit else None
         self.events: list[tuple[str, float, float]] | None = [] if conduct.trace else None
-        # The memory of several stages is accounted for by their sum alone.
-        self.ledger = Ledger() if conduct.trace and len(self._pack) == 1 else None
-        if self.ledger is not None:
-            store.trace(self.ledger)
-            transport.ledger = self.ledger
+        self.ledger: Ledger | None = self._traced(first, conduct.trace)
         self._exchange = conduct.exchange
         if self._exchange is not None and conduct.trace:
             self._exchange.events = []
@@ -134,7 +131,8 @@ class Executor:
         self.rung_of: Callable[[int], str] | None = None
         self.graphs, self.touched = self._largest.graphs, self._largest.touched
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
-        self._buffers = Recycled()
+        # Memory that one stage of the rank is done with serves the others.
+        self._buffers: Recycled = Recycled() if first is self else first._buffers
         self._copies = None if store.device == CPU else transport.copies
         self._readings = Readings(self._copies, self._finish_step)
         self._times = None if self._copies is None else DeviceTimes(store.device, self._spent)
@@ -148,6 +146,15 @@ class Executor:
         self._handlers: dict[str, Callable[[Action], None]] = {
             kind: MethodType(handler, self) for kind, handler in HANDLERS.items()
         }
+
+    def _traced(self, first: Executor, trace: bool) -> Ledger | None:
+        """Return the ledger that all stages of the rank write into, if there is one."""
+        ledger = (Ledger() if trace else None) if first is self else first.ledger
+        if ledger is not None:
+            ledger.stage = self.stage if len(self._pack) > 1 else None
+            self.store.trace(ledger)
+            self.transport.ledger = ledger
+        return ledger
 
     def _survey(self) -> None:
         """Find what the program of the rank has to do, and what it reports."""
@@ -196,7 +203,7 @@ class Executor:
         while (upcoming := stream.pop()) is not None:
             action, retires = upcoming
             if self.ledger is not None:
-                self.ledger.step += 1
+                self.ledger.begin(action.stage)
             for later in stream.receives(LOOK_AHEAD):
                 expect(later)
             self._check()

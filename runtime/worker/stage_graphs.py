@@ -55,8 +55,9 @@ class StageGraphs:
             else:
                 sent[edge.phase] |= set(names)
         for_backward, for_weights, for_again = self._taken(*ADDERS), self._taken(WEIGHTS), self._taken(AGAIN)
-        again = {value.name for value in self.graphs[AGAIN].saved} if AGAIN in self.graphs else set()
-        held = for_backward | for_again
+        saved, again = self._saved(FORWARD), self._saved(AGAIN)
+        # What F sends and R makes anew is not held between the two.
+        held = (for_backward | for_again) - (again - saved)
         self.after_forward = frozenset(held | sent[FORWARD])
         self.after_again, self.after_letting_go = frozenset(for_backward), frozenset(held - again)
         # With W split off, B keeps what W takes.
@@ -72,6 +73,10 @@ class StageGraphs:
         }
         # What an update hands out to other ranks.
         self.new_weights = frozenset(sent[UPDATE])
+
+    def _saved(self, kind: str) -> set[str]:
+        """Return the names of what a graph of the stage saves."""
+        return {value.name for value in self.graphs[kind].saved} if kind in self.graphs else set()
 
     def _taken(self, *kinds: str) -> set[str]:
         """Return the names of what graphs of the stage take."""

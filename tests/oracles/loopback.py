@@ -112,21 +112,25 @@ def _traced(
     def work(rank: int) -> None:
         try:
             mail.enter(rank)
-            stage = module.rank_stages()[rank]
-            mates = members[stage]
-            team = Team(mates, mates, "gloo") if len(mates) > 1 else None
-            summed = summed_vars(module, stage) if team else []
-            store = store_kind(stage_vars(module, stage), stepped_vars(module), summed=SummedGradients(summed))
-            for name, var in store.variables.items():
-                if var.role != "grad":
-                    given = np.array(var.init if isinstance(var.init, tuple) else 0.0)
-                    store.newest(name).copy_(torch.from_numpy(np.resize(given, var.type.dims)))
-            transport = RankTransport(rank, module.edges, module.rank_stages(), SECONDS, team=team)
-            status = SimpleNamespace(show=lambda *_: None, spend=lambda *_: None, finish=lambda *_: None)
-            program = NumpyBackend().load_stage(module, stage, ())
-            executor = Executor(module, rank, program, store, transport, lambda *_: None, status, Conduct(trace=True))
-            # The toy has outputs that are no losses.
-            executor.is_loss_stage &= loss.type.dims == ()
+            transport = None
+            executors: dict[int, Executor] = {}
+            for stage in module.rank_packs()[rank]:
+                mates = members[stage]
+                team = Team(mates, mates, "gloo") if len(mates) > 1 else None
+                summed = summed_vars(module, stage) if team else []
+                store = store_kind(stage_vars(module, stage), stepped_vars(module), summed=SummedGradients(summed))
+                for name, var in store.variables.items():
+                    if var.role != "grad":
+                        given = np.array(var.init if isinstance(var.init, tuple) else 0.0)
+                        store.newest(name).copy_(torch.from_numpy(np.resize(given, var.type.dims)))
+                transport = transport or RankTransport(rank, module.edges, module.rank_stages(), SECONDS, team=team)
+                status = SimpleNamespace(show=lambda *_: None, spend=lambda *_: None, finish=lambda *_: None)
+                program = NumpyBackend().load_stage(module, stage, ())
+                conduct = Conduct(trace=True, stage=stage, stages=executors)
+                executor = Executor(module, rank, program, store, transport, lambda *_: None, status, conduct)
+                # The toy has outputs that are no losses.
+                executor.is_loss_stage &= loss.type.dims == ()
+            executor = next(iter(executors.values()))
             for first, batches in runs:
                 executor.run(first, DataFeed(Noise(module), first, batches))
             traces[rank] = RankTrace(tuple(executor.events), executor.ledger.taken())

@@ -51,7 +51,7 @@ def test_ranks_hold_what_the_plan_says(level: int, tmp_path: Path) -> None:
         borrowed = [borrowed_bytes(process) for process in processes]
     lent = rows[0].gradients if level == 1 else 0
     for rank, size in enumerate(measured):
-        blocks = exchange_bytes(plan.module, rank, 0)
+        blocks = exchange_bytes(plan.module, rank, [0])
         assert (blocks > 0) == (borrowed[rank] > 0) == (level > 0)
         assert abs(size / rows[rank].peak - 1) < TOLERANCE
         # Blocks begin on pages, and one of each size is spare.

@@ -38,12 +38,12 @@ def with_gathers(kinds: str) -> Module:
 def test_a_block_in_use_and_one_to_spare(stages: int, dp: int, tp: int, hidden: int) -> None:
     module = local_mlp("2bw", stages, dp, tp, hidden=hidden).local
     for rank, stage in enumerate(module.rank_stages()):
-        assert exchange_bytes(module, rank, stage) == 2 * BLOCK
+        assert exchange_bytes(module, rank, [stage]) == 2 * BLOCK
 
 
 def test_what_is_under_way_at_once_has_a_block_each() -> None:
-    assert exchange_bytes(with_gathers("(())"), 0, 0) == 3 * BLOCK
-    assert exchange_bytes(with_gathers("()()"), 0, 0) == 2 * BLOCK
+    assert exchange_bytes(with_gathers("(())"), 0, [0]) == 3 * BLOCK
+    assert exchange_bytes(with_gathers("()()"), 0, [0]) == 2 * BLOCK
 
 
 def test_over_sockets_what_is_received_has_blocks() -> None:
@@ -51,9 +51,9 @@ def test_over_sockets_what_is_received_has_blocks() -> None:
     names = module.rank_devices()
     apart = Cluster(tuple(Device(name, host=f"h{i}") for i, name in enumerate(names)))
     # One that is sent to both others, one from each of them, and one to spare.
-    assert exchange_bytes(module.but(cluster=apart), 0, 0) == 4 * BLOCK
+    assert exchange_bytes(module.but(cluster=apart), 0, [0]) == 4 * BLOCK
     gpus = Cluster(tuple(Device(name, "cuda") for name in names))
-    assert exchange_bytes(module.but(cluster=gpus), 0, 0) == 0
+    assert exchange_bytes(module.but(cluster=gpus), 0, [0]) == 0
 
 
 def test_the_plan_counts_them_once() -> None:

@@ -185,15 +185,16 @@ def test_copies_of_a_tied_weight_on_one_rank_exchange_nothing():
         assert exchanged(compiled(kind, 1, 2 if kind == "zb-v" else 4, tied=True)) == 0
 
 
-def test_memory_of_a_rank_is_that_of_its_stages():
+def test_variables_of_a_rank_are_those_of_its_stages():
+    """What its values take together is the business of tests/runtime/telemetry/test_memory_of_packs.py."""
     whole, packed = measure_memory(compiled("1f1b", 4)), measure_memory(compiled("interleaved", 2, 2))
     for rank, stages in enumerate([(0, 2), (1, 3)]):
         assert packed[rank].fixed == sum(whole[stage].fixed for stage in stages)
-        assert packed[rank].in_flight > max(whole[stage].in_flight for stage in stages)
     module = compiled("zb-v", 2, 2)
     course = memory_course(module, 1, 3)
     assert course.held[-1][:2] == (0, 0)
-    assert max(map(sum, course.held)) + measure_memory(module)[1].fixed <= measure_memory(module)[1].peak
+    row = measure_memory(module)[1]
+    assert max(map(sum, course.held)) + row.fixed + row.data == row.peak
 
 
 def changed(module: Module, rank: int, change) -> Module:

@@ -99,7 +99,7 @@ class TracedMemory:
     """
 
     rank: int
-    stage: int
+    stages: tuple[int, ...]
     device: str
     place: str
     bandwidth: float
@@ -144,9 +144,9 @@ def _check(module: Module, traces: Sequence[RankTrace], where: str) -> None:
 
 def _of_rank(module: Module, rank: int, trace: RankTrace) -> TracedMemory:
     assert module.cluster is not None
-    stage, device = module.rank_stages()[rank], module.rank_devices()[rank]
+    stages, device = module.rank_packs()[rank], module.rank_devices()[rank]
     planned, measured = planned_beside(module, rank, trace), measured_account(module, rank, trace)
-    way, made_by = way_out(module.cluster, device), makers(module, stage)
+    way, made_by = way_out(module.cluster, device), makers(module, stages)
     difference = first_difference(planned, measured)
     expected: list[int | None] = [*planned.curve()]
     expected += [None] * (len(measured.actions) - len(expected))
@@ -156,7 +156,7 @@ def _of_rank(module: Module, rank: int, trace: RankTrace) -> TracedMemory:
     gap_of = {id(life): longest_gap(measured, life) for life in measured.lives}
     return TracedMemory(
         rank,
-        stage,
+        stages,
         device,
         way.place,
         way.bandwidth,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from penstock.inspection.traces.memory import BlockKind, TracedMemory
 from penstock.passes.costs.prices import shown_seconds
 from penstock.support.terminal import table
-from penstock.support.words import counted, shown_bytes
+from penstock.support.words import counted, numbered, shown_bytes
 
 _ROWS = 12
 _HEADER = ("purpose", "what", "made by", "blocks", "bytes", "there", "idle", "between", "to move", "at the peak")
@@ -19,7 +19,7 @@ def show_traced_memory(ranks: Sequence[TracedMemory], width: int | None = None) 
 
 
 def _rank(memory: TracedMemory, width: int | None) -> Iterator[str]:
-    head = f"rank {memory.rank}, stage {memory.stage} on {memory.device}"
+    head = f"rank {memory.rank}, {numbered('stage', memory.stages)} on {memory.device}"
     if not memory.points:
         yield f"{head}: no action"
         return
