@@ -123,6 +123,26 @@ def signals(place: Place, chance: random.Random) -> Result:
     return Result("signals", name, rank, after, seconds, 4.0, place.go_on(place.group), said=said)
 
 
+def packs(place: Place, chance: random.Random) -> Result:
+    """Kill one rank's worker, or its keeper, in a run whose ranks have two stages each."""
+    schedule, target = chance.choice((*place.shared.packed,)), chance.choice(("worker", "worker", "keeper"))
+    place.shared = place.shared.packed[schedule]
+    rank, after = chance.randrange(RANKS), _after(place, chance)
+    form = chance.choice(("local", "group")) if target == "worker" else "group"
+    run = _start(place, form)
+    place.reached(after, run)
+    if form == "group":
+        keeper = run.processes[rank].pid
+        victim = keeper if target == "keeper" else next(iter(children(keeper)), keeper)
+    else:
+        victim = next(iter(workers(run.pid)[rank:]), run.pid)
+    send(victim, signal.SIGKILL)
+    seconds = place.await_end(2.0)
+    said = place.expect(run, [6, -signal.SIGKILL], f"rank {rank} (")
+    again = place.go_on(place.group if form == "group" else None)
+    return Result("packs", f"{target}, {schedule}", rank, after, seconds, 2.0, again, said=said)
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
     """Mount a file system of that size."""
@@ -319,6 +339,7 @@ KINDS: dict[str, Act] = {
     "agent": agent,
     "forkserver": forkserver,
     "signals": signals,
+    "packs": packs,
     "disk": disk,
     "descriptors": descriptors,
     "pipe": pipe,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from penstock.models import write_mlp
 from penstock.runtime.job.run import run_bundle
 
 RANKS = 4
+# The schedules of bundles with several stages on a rank.
+PACKED = ("interleaved", "zb-v")
 # Seconds after which a wait is given up and the processes are ended; and seconds for processes to end after a launcher
 # has.
 GIVE_UP, END_SECONDS = 120.0, 10.0
@@ -32,11 +34,12 @@ ERROR = "penstock: error:"
 _TOKEN = "PENSTOCK_TRIAL"
 
 
-def make_bundle(folder: Path, ranks: int) -> str:
-    """Compile a small training for as many stages as there are ranks."""
-    model = ps.from_onnx(write_mlp(folder / "model.onnx", [16] * (ranks + 1), batch=4))
+def make_bundle(folder: Path, ranks: int, schedule: str = "1f1b", packs: int = 1) -> str:
+    """Compile a small training for so many ranks, each with so many stages."""
+    model = ps.from_onnx(write_mlp(folder / "model.onnx", [16] * (ranks * packs + 1), batch=4))
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.05), microbatches=ranks)
-    return str(ps.compile(ps.plan(model, ps.Cluster.local(ranks), training), folder / "bundle", backend="numpy"))
+    plan = ps.plan(model, ps.Cluster.local(ranks), training, schedule=schedule, packs=packs)
+    return str(ps.compile(plan, folder / f"bundle-{schedule}", backend="numpy"))
 
 
 def children(pid: int) -> list[int]:
@@ -96,7 +99,8 @@ class Result:
 class Shared:
     """What trials have in common: a bundle, the losses of a run without failure (None: nothing is compared), and a
     folder with the checkpoints and metrics of half a run. `slack` are the seconds that a busy machine may add to those
-    that are promised."""
+    that are promised. `packed` is the same for bundles whose ranks run two stages each, by schedule, where they are
+    asked for."""
 
     bundle: str
     steps: int
@@ -104,6 +108,7 @@ class Shared:
     losses: list[float] | None
     half: Path
     slack: float
+    packed: Mapping[str, Shared] = field(default_factory=dict)
 
     @property
     def every(self) -> int:
@@ -114,14 +119,20 @@ class Shared:
         return self.every * 5
 
 
-def prepare(folder: Path, steps: int, heartbeat: float, recover: bool, slack: float) -> Shared:
-    """Compile the bundle, and compute what trials are compared with."""
-    bundle, half = make_bundle(folder, RANKS), folder / "half"
-    losses = run_bundle(bundle, steps=steps, progress=False).losses if recover else None
-    shared = Shared(bundle, steps, heartbeat, losses, half, slack)
+def prepare(folder: Path, steps: int, heartbeat: float, recover: bool, slack: float, packs: bool = False) -> Shared:
+    """Compile the bundle, and compute what trials are compared with; the same for `packs`, if they are asked for."""
+    half = folder / "half"
+
+    def compared(schedule: str, packs: int) -> Shared:
+        bundle = make_bundle(folder, RANKS, schedule, packs)
+        losses = run_bundle(bundle, steps=steps, progress=False).losses if recover else None
+        return Shared(bundle, steps, heartbeat, losses, half, slack)
+
+    packed = {schedule: compared(schedule, 2) for schedule in (PACKED if packs else ())}
+    shared = replace(compared("1f1b", 1), packed=packed)
     half.mkdir()
     run_bundle(
-        bundle,
+        shared.bundle,
         steps=shared.half_steps,
         progress=False,
         metrics=half / "metrics.jsonl",

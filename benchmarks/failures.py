@@ -55,7 +55,7 @@ def trials(
     chance = random.Random(seed)
     results = []
     with tempfile.TemporaryDirectory(prefix="penstock-failures-") as root:
-        shared = prepare(Path(root), steps, heartbeat, recover, slack)
+        shared = prepare(Path(root), steps, heartbeat, recover, slack, "packs" in kinds)
         for number, kind in enumerate(order_of(kinds, count, chance)):
             folder = Path(root) / f"trial{number}"
             folder.mkdir()
