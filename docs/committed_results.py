@@ -49,6 +49,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "generation-xeon": partial(generation_rates, "generation-xeon"),
         "generation-prompts": partial(generation_rates, "generation-prompts"),
         "attention-over-caches": committed_table("attend"),
+        "joint-plans": committed_table("joint_plans"),
         "planned-unequal": committed_table("planner", "unequal"),
         "planned-equal": committed_table("planner", "equal"),
         "large-folder": committed_table("large_folder"),

@@ -402,6 +402,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cluster-file": lambda: docstring("penstock.ir.cluster.file", "[[device]]", "Numbers are in bytes"),
     "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),
     "workload-format": lambda: docstring("penstock.passes.placement.workload", "maxSizePerFPGA", "Accelerators pay"),
+    "profile-format": lambda: docstring("penstock.passes.placement.joint.reading", "maxMemoryPerDevice", "Anything"),
     "dump-files": lambda: docstring("penstock.inspection.dump", "00_input.ir", "Modules can be"),
     "bundle-files": lambda: docstring("penstock.backends.bundle.format", "manifest.json", "`open_bundle`"),
     "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint.format", "DIR/latest", "A checkpoint is"),

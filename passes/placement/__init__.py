@@ -13,5 +13,6 @@ free        the best split of any kind, by integer programming
 calls       the times at which nodes run when one sample goes through alone
 latency     the placement with the least latency
 latency_programme   the same by integer programming, for problems that are too large to search
+joint       a room: stages with tensor and data parallel degrees, from profiles of layers
 sources     weights, shapes and masks, which a sample need not wait for
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -43,113 +43,55 @@ class Workload:
     problem: PlacementProblem
 
 
-def load_workload(path: str | Path) -> Workload:
-    """Read a workload from a file."""
-    path = Path(path)
+def load_json(path: str | Path) -> object:
+    """Return the content of a file of JSON."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"no JSON: {error}", where=str(path)) from error
-    return read_workload(data, str(path))
+
+
+def load_workload(path: str | Path) -> Workload:
+    """Read a workload from a file."""
+    return read_workload(load_json(path), str(path))
 
 
 def read_workload(data: object, where: str = "") -> Workload:
     """Check the content of a file, and make the problem of it."""
     reader = _WorkloadReader()
     workload = reader.read(data)
-    if reader.problems:
-        shown = itemised(reader.problems[:_SHOWN])
-        more = f"\n  - and {len(reader.problems) - _SHOWN} more" if len(reader.problems) > _SHOWN else ""
-        raise UsageError(f"the workload has problems:{shown}{more}", where=where)
+    reader.report(where)
     return workload
 
 
-class _WorkloadReader:
-    """A reader of a workload, which collects its problems. The result is only valid if there are none."""
+class FieldReader:
+    """A reader of objects of JSON, which collects their problems. What it read is only valid if there are none."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def read(self, data: object) -> Workload:
-        if not isinstance(data, dict):
-            self.problems.append(f"expected an object with nodes and edges, got {_kind(data)}")
-            data = {}
-        limit = self._pick(data, "maxSizePerFPGA", "", _amount, 0.0)
-        accelerators = self._pick(data, "maxFPGAs", "", _count, 0)
-        cpus = self._pick(data, "maxCPUs", "", _count, 0)
-        ids: list[int] = []
-        nodes: list[PlacedNode] = []
-        for i, row in enumerate(self._rows(data, "nodes")):
-            number = self._pick(row, "id", f"nodes[{i}]", _whole, None)
-            nodes.append(self._node(row, f"nodes[{i}]" if number is None else f"node {number}"))
-            ids += [] if number is None else [number]
-        position = {number: i for i, number in enumerate(ids)}
-        self.problems += [
-            f"node {number} is listed {count} times" for number, count in Counter(ids).items() if count > 1
-        ]
-        if not nodes:
-            self.problems.append("there are no nodes")
-        if accelerators + cpus == 0:
-            self.problems.append("there are no devices: maxFPGAs and maxCPUs are both 0")
-        edges, nodes = self._edges(data, position, nodes)
-        if not self.problems:
-            self._check_order(ids, nodes, edges)
-        kinds = (DeviceKind("accelerator", accelerators, limit), DeviceKind("CPU", cpus, pays_transfers=False))
-        return Workload(tuple(ids), PlacementProblem(kinds, tuple(nodes), tuple(edges)))
+    def report(self, where: str) -> None:
+        """Raise one error with all problems."""
+        if self.problems:
+            shown = itemised(self.problems[:_SHOWN])
+            more = f"\n  - and {len(self.problems) - _SHOWN} more" if len(self.problems) > _SHOWN else ""
+            raise UsageError(f"the workload has problems:{shown}{more}", where=where)
 
-    def _node(self, row: Mapping[str, object], where: str) -> PlacedNode:
-        supported = self._pick(row, "supportedOnFpga", where, _flag, True)
-        slow = self._pick(row, "cpuLatency", where, _amount, 0.0)
-        fast = self._pick(row, "fpgaLatency", where, _amount, 0.0)
-        backward = self._pick(row, "isBackwardNode", where, _flag, False)
-        size = self._pick(row, "size", where, _amount, 0.0) if "size" in row else 0.0
-        colour = self._pick(row, "colorClass", where, _whole, 0) if row.get("colorClass") is not None else None
-        return PlacedNode(where.removeprefix("node "), (fast if supported else inf, slow), size, 0.0, colour, backward)
-
-    def _edges(
-        self, data: Mapping[str, object], position: Mapping[int, int], nodes: list[PlacedNode]
-    ) -> tuple[list[tuple[int, int]], list[PlacedNode]]:
-        costs: dict[int, float] = {}
-        edges: list[tuple[int, int]] = []
-        for i, row in enumerate(self._rows(data, "edges")):
-            first, last = (self._pick(row, key, f"edges[{i}]", _whole, None) for key in ("sourceId", "destId"))
-            cost = self._pick(row, "cost", f"edges[{i}]", _amount, 0.0)
-            if first is None or last is None:
-                continue
-            unknown = [end for end in (first, last) if end not in position]
-            self.problems += [f"edges[{i}] leads from {first} to {last}, there is no node {end}" for end in unknown]
-            if unknown:
-                continue
-            source = position[first]
-            if abs(costs.setdefault(source, cost) - cost) > _SAME_COST:
-                self.problems.append(
-                    f"edges from node {first} cost {costs[source]:g} and {cost:g}, expected one cost for its output"
-                )
-            edges.append((source, position[last]))
-        return edges, [replace(node, transfer=costs.get(i, 0.0)) for i, node in enumerate(nodes)]
-
-    def _check_order(self, ids: list[int], nodes: list[PlacedNode], edges: list[tuple[int, int]]) -> None:
-        for source, target in edges:
-            if nodes[source].backward and not nodes[target].backward:
-                self.problems.append(f"an edge leads from backward node {ids[source]} to forward node {ids[target]}")
-        graph = nx.DiGraph(edges)
-        if not nx.is_directed_acyclic_graph(graph):
-            around = [ids[source] for source, _ in nx.find_cycle(graph)]
-            self.problems.append(f"edges lead round a circle: {' -> '.join(map(str, [*around, around[0]]))}")
-
-    def _rows(self, data: Mapping[str, object], key: str) -> Iterable[Mapping[str, object]]:
-        rows = data.get(key)
+    def rows(self, data: Mapping[str, object], key: str, where: str = "") -> Iterable[Mapping[str, object]]:
+        """Yield the objects of a list."""
+        rows, name = data.get(key), f"{where}: {key}" if where else key
         if not isinstance(rows, list):
-            problem = "is missing" if key not in data else f"must be a list, got {_kind(rows)}"
-            self.problems.append(f"{key} {problem}")
+            problem = "is missing" if key not in data else f"must be a list, got {kind_of(rows)}"
+            self.problems.append(f"{name} {problem}")
             return
         for i, row in enumerate(rows):
             if isinstance(row, dict):
                 yield row
             else:
-                self.problems.append(f"{key}[{i}] must be an object, got {_kind(row)}")
+                self.problems.append(f"{name}[{i}] must be an object, got {kind_of(row)}")
 
-    def _pick(self, row: Mapping[str, object], key: str, where: str, read: Callable[[object], T], default: D) -> T | D:
+    def pick(self, row: Mapping[str, object], key: str, where: str, read: Callable[[object], T], default: D) -> T | D:
+        """Return a field, or the default beside a problem where it is missing or cannot be read."""
         name = f"{where}: {key}" if where else key
         if key not in row:
             self.problems.append(f"{name} is missing")
@@ -160,36 +102,120 @@ class _WorkloadReader:
             self.problems.append(f"{name} must be {error}, got {_text(row[key])}")
             return default
 
+    def check_once(self, ids: Iterable[int]) -> None:
+        """Note each node that is listed more than once."""
+        self.problems += [
+            f"node {number} is listed {count} times" for number, count in Counter(ids).items() if count > 1
+        ]
 
-def _amount(value: object) -> float:
+    def ends(self, row: Mapping[str, object], where: str, position: Mapping[int, int]) -> tuple[int, int] | None:
+        """Return the ends of an edge as positions of nodes."""
+        first, last = (self.pick(row, key, where, whole, None) for key in ("sourceId", "destId"))
+        if first is None or last is None:
+            return None
+        unknown = [end for end in (first, last) if end not in position]
+        self.problems += [f"{where} leads from {first} to {last}, there is no node {end}" for end in unknown]
+        return None if unknown else (position[first], position[last])
+
+    def check_order(self, ids: Sequence[int], edges: Iterable[tuple[int, int]]) -> None:
+        """Note a circle of edges."""
+        graph = nx.DiGraph(edges)
+        if not nx.is_directed_acyclic_graph(graph):
+            around = [ids[source] for source, _ in nx.find_cycle(graph)]
+            self.problems.append(f"edges lead round a circle: {' -> '.join(map(str, [*around, around[0]]))}")
+
+
+class _WorkloadReader(FieldReader):
+    """A reader of a workload."""
+
+    def read(self, data: object) -> Workload:
+        if not isinstance(data, dict):
+            self.problems.append(f"expected an object with nodes and edges, got {kind_of(data)}")
+            data = {}
+        limit = self.pick(data, "maxSizePerFPGA", "", amount, 0.0)
+        accelerators = self.pick(data, "maxFPGAs", "", count, 0)
+        cpus = self.pick(data, "maxCPUs", "", count, 0)
+        ids: list[int] = []
+        nodes: list[PlacedNode] = []
+        for i, row in enumerate(self.rows(data, "nodes")):
+            number = self.pick(row, "id", f"nodes[{i}]", whole, None)
+            nodes.append(self._node(row, f"nodes[{i}]" if number is None else f"node {number}"))
+            ids += [] if number is None else [number]
+        position = {number: i for i, number in enumerate(ids)}
+        self.check_once(ids)
+        if not nodes:
+            self.problems.append("there are no nodes")
+        if accelerators + cpus == 0:
+            self.problems.append("there are no devices: maxFPGAs and maxCPUs are both 0")
+        edges, nodes = self._edges(data, position, nodes)
+        if not self.problems:
+            for source, target in edges:
+                if nodes[source].backward and not nodes[target].backward:
+                    self.problems.append(
+                        f"an edge leads from backward node {ids[source]} to forward node {ids[target]}"
+                    )
+            self.check_order(ids, edges)
+        kinds = (DeviceKind("accelerator", accelerators, limit), DeviceKind("CPU", cpus, pays_transfers=False))
+        return Workload(tuple(ids), PlacementProblem(kinds, tuple(nodes), tuple(edges)))
+
+    def _node(self, row: Mapping[str, object], where: str) -> PlacedNode:
+        supported = self.pick(row, "supportedOnFpga", where, flag, True)
+        slow = self.pick(row, "cpuLatency", where, amount, 0.0)
+        fast = self.pick(row, "fpgaLatency", where, amount, 0.0)
+        backward = self.pick(row, "isBackwardNode", where, flag, False)
+        size = self.pick(row, "size", where, amount, 0.0) if "size" in row else 0.0
+        colour = self.pick(row, "colorClass", where, whole, 0) if row.get("colorClass") is not None else None
+        return PlacedNode(where.removeprefix("node "), (fast if supported else inf, slow), size, 0.0, colour, backward)
+
+    def _edges(
+        self, data: Mapping[str, object], position: Mapping[int, int], nodes: list[PlacedNode]
+    ) -> tuple[list[tuple[int, int]], list[PlacedNode]]:
+        costs: dict[int, float] = {}
+        edges: list[tuple[int, int]] = []
+        for i, row in enumerate(self.rows(data, "edges")):
+            cost = self.pick(row, "cost", f"edges[{i}]", amount, 0.0)
+            ends = self.ends(row, f"edges[{i}]", position)
+            if ends is None:
+                continue
+            source, _ = ends
+            if abs(costs.setdefault(source, cost) - cost) > _SAME_COST:
+                self.problems.append(
+                    f"edges from node {row['sourceId']} cost {costs[source]:g} and {cost:g}, "
+                    "expected one cost for its output"
+                )
+            edges.append(ends)
+        return edges, [replace(node, transfer=costs.get(i, 0.0)) for i, node in enumerate(nodes)]
+
+
+def amount(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
         raise ValueError(f"a number from 0 to {_MOST:g}")
     return float(value)
 
 
-def _whole(value: object) -> int:
+def whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("a whole number")
     return value
 
 
-def _count(value: object) -> int:
-    if not 0 <= _whole(value) <= 10_000:
+def count(value: object) -> int:
+    if not 0 <= whole(value) <= 10_000:
         raise ValueError("a whole number from 0 to 10000")
-    return _whole(value)
+    return whole(value)
 
 
-def _flag(value: object) -> bool:
+def flag(value: object) -> bool:
     if value not in (0, 1) or not isinstance(value, int):
         raise ValueError("true or false")
     return bool(value)
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     return {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a truth value"}.get(
         type(value), "a number"
     )
 
 
 def _text(value: object) -> str:
-    return _kind(value) if isinstance(value, dict | list) else json.dumps(value)
+    return kind_of(value) if isinstance(value, dict | list) else json.dumps(value)

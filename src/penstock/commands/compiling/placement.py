@@ -1,7 +1,8 @@
 """`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format.
 
 Out: the best placement that the search reached, and how far from the optimum it can be. It comes with the load of every
-device and its nodes, by the ids of the file.
+device and its nodes, by the ids of the file. A file that has options of layers by tensor parallel degree goes to
+joint.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 from penstock.support.errors import UsageError
 from penstock.support.terminal import PATIENCE, Progress, say, table, terminal_width
 from penstock.support.words import shown_bytes
+
+from . import joint
 
 if TYPE_CHECKING:
     from penstock.passes.placement.problem import Placement
@@ -50,10 +53,15 @@ def run(arguments: Namespace) -> None:
     """Place the graph of a file, and print where its nodes are."""
     from penstock.passes.placement.contiguous import split_contiguously  # lazy: heavy
     from penstock.passes.placement.free import split_freely  # lazy: heavy
+    from penstock.passes.placement.joint.reading import are_profiles  # lazy: heavy
     from penstock.passes.placement.latency import place_for_latency  # lazy: heavy
-    from penstock.passes.placement.workload import load_workload  # lazy: heavy
+    from penstock.passes.placement.workload import load_json, read_workload  # lazy: heavy
 
-    workload = load_workload(arguments.workload)
+    data = load_json(arguments.workload)
+    if are_profiles(data):
+        joint.run(arguments, data)
+        return
+    workload = read_workload(data, arguments.workload)
     line = Progress("plan", after=PATIENCE)
 
     def progress(done: int, total: int, what: str) -> None:

@@ -1,0 +1,114 @@
+"""Plans with tensor and data parallel degrees against every plan, and against published profiles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from penstock.passes.placement.joint import search, stages
+from penstock.passes.placement.joint.options import Choice, choose
+from penstock.passes.placement.joint.profiles import JointPlan, JointProblem, check_plan
+from penstock.passes.placement.joint.reading import read_profiles
+from penstock.passes.placement.joint.search import plan_jointly
+from penstock.passes.placement.workload import load_json
+from penstock.support.errors import DoesNotFit
+
+from .drawn import draw_joint_problem, try_all_plans
+
+SEEDS = range(200)
+# Times per sample of the authors' programme for BERT-32 with 8 GiB a device and 25 GiB/s, by the number of devices.
+BERT = {8: 0.16585575, 64: 0.0202005502944787}
+PROFILES = Path(os.environ.get("PENSTOCK_PIPER_PROFILES") or "none")
+
+
+def planned(problem: JointProblem) -> float:
+    try:
+        plan = plan_jointly(problem)
+    except DoesNotFit:
+        return inf
+    assert plan.value == check_plan(problem, plan.stages)
+    assert plan.bound <= plan.value
+    return plan.value
+
+
+def disagreements(seeds: range = SEEDS) -> list[int]:
+    """Return the seeds of problems for which the search says something else than all plans do."""
+    different = []
+    for seed in seeds:
+        problem = draw_joint_problem(seed)
+        reached, best = planned(problem), try_all_plans(problem)
+        if reached != best and not abs(reached - best) <= 1e-6 * best:
+            different.append(seed)
+    return different
+
+
+def test_the_plan_is_the_best_of_all_plans() -> None:
+    assert disagreements() == []
+    allowed = [seed for seed in SEEDS if planned(draw_joint_problem(seed)) < inf]
+    assert len(allowed) > len(SEEDS) * 2 / 3, "hardly anything fits: the problems show nothing"
+
+
+def test_a_search_that_takes_the_fastest_options_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory binds in many problems: without the choice of options the result is another one."""
+
+    def fastest(times: object, memory: object, room: float, enough: float = inf) -> Choice:
+        return choose(times, memory, 1e6, enough)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stages, "choose", fastest)
+    with pytest.raises(AssertionError):
+        assert disagreements(range(60)) == []
+
+
+def test_a_search_without_the_sum_of_degrees_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that are before others keep more microbatches in flight."""
+    monkeypatch.setattr(search, "_first", lambda counts, s: min(s, 1))
+    with pytest.raises((AssertionError, IndexError)):
+        assert disagreements(range(60)) == []
+
+
+def test_an_interrupt_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(draw_joint_problem(3), memory=1e6)
+    asked: list[float] = []
+
+    def interrupted(self: object) -> Iterator[float]:
+        asked.append(1.0)
+        raise KeyboardInterrupt
+        yield 0.0
+
+    monkeypatch.setattr(search._Search, "_questions", interrupted)
+    plan = plan_jointly(problem)
+    assert asked
+    assert plan.notes == ("interrupted: the best plan until then",)
+    assert plan.value == check_plan(problem, plan.stages) < inf
+
+
+def test_where_sets_are_too_many_linear_orders_are_tried() -> None:
+    """The value is that of an allowed plan, and the bound is no more than the optimum."""
+    tried: list[JointPlan] = []
+    for seed in range(60):
+        problem = draw_joint_problem(seed)
+        best = try_all_plans(problem)
+        if best < inf and len(problem.layers) > 2:
+            plan = plan_jointly(problem, limit=2)
+            tried.append(plan)
+            assert plan.bound <= best * (1 + 1e-9)
+            assert plan.value >= best * (1 - 1e-9)
+            assert plan.notes
+            assert plan.value == check_plan(problem, plan.stages)
+    assert len(tried) > 10
+
+
+@pytest.mark.parametrize("devices", BERT)
+def test_plans_of_published_profiles_are_those_of_their_authors(devices: int) -> None:
+    file = PROFILES / "bert32a100.json"
+    if not file.exists():
+        pytest.skip("PENSTOCK_PIPER_PROFILES names no folder with bert32a100.json")
+    problem = read_profiles(load_json(file)).problem
+    plan = plan_jointly(replace(problem, devices=devices, memory=8.0 * 2**30, bandwidth=25.0 * 2**30))
+    assert plan.value == pytest.approx(BERT[devices], rel=1e-7)
+    assert plan.gap == 0
