@@ -82,9 +82,9 @@ ROWS = (
 )
 
 
-def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> Job:
-    """Start the workers of one schedule: one product per stage, so that every stage has weights and sends both ways. Two
-    where stages compute forwards again."""
+def compile_row(row: Row, schedule: str, folder: Path) -> Path:
+    """Compile one schedule: one product per stage, so that every stage has weights and sends both ways. Two where stages
+    compute forwards again."""
     packs, again = packs_of(schedule), schedule.endswith(AGAIN)
     layers = 2 if again else 1
     path = write_mlp(folder / "model.onnx", (4,) * (row.stages * packs * layers + 1), None, seed=1)
@@ -97,10 +97,14 @@ def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> J
     kind = kind_of(schedule)
     options = {"replicas": each, "split_at": products[layers::layers], "packs": packs}
     plan = ps.plan(model, cluster, training, schedule=kind, recompute="all" if again else "none", **options)
-    bundle = ps.compile(plan, folder / "bundle", backend="numpy")
-    latency = row.latency * pace["F"]
-    each_pace = {kind: seconds / packs for kind, seconds in pace.items()}
-    if again:
+    return ps.compile(plan, folder / "bundle", backend="numpy")
+
+
+def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> Job:
+    """Start the workers of one schedule."""
+    bundle, latency = compile_row(row, schedule, folder), row.latency * pace["F"]
+    each_pace = {kind: seconds / packs_of(schedule) for kind, seconds in pace.items()}
+    if schedule.endswith(AGAIN):
         each_pace["R"] = pace["F"]
     if schedule.endswith(INSIDE):
         each_pace["B"] += pace["F"]

@@ -12,6 +12,7 @@ from .benchmark_report import run_benchmark
 
 sys.path.append(str(BENCHMARKS))
 import schedules
+from schedule_path import longest_path
 
 
 @pytest.mark.slow
@@ -47,3 +48,23 @@ def test_stages_compute_again_what_a_row_is_about(tmp_path: Path) -> None:
             ranks = job.module.schedule.ranks
             again = [sum(a.kind == "R" for a in ranks[rank].batch) for rank in range(4)]
             assert again == ([8, 8, 8, 0] if name.endswith(schedules.AGAIN) else [0] * 4)
+
+
+def test_a_path_by_hand() -> None:
+    """Rank 1 waits for a message; rank 0 has sent it right behind its forward."""
+    first = [("0F0@0", 0.0, 1.25), ("0SF0>1", 1.25, 1.5)]
+    second = [("1RF0<0", 0.0, 1.75), ("1F0@0", 2.0, 3.0), ("1D0", 3.0, 3.25)]
+    parts = longest_path([first, second], [0, 1], {"F": 1.0})
+    assert {what: sum(spent) for what, spent in parts.items()} == {
+        "given times": 2.0,
+        "computations beyond them": 0.25,
+        "messages that were waited for": 0.5,
+        "between actions": 0.25,
+        "updates and drops": 0.25,
+    }
+    assert sum(map(sum, parts.values())) == 3.25
+    assert len(parts["given times"]) == 2
+    # The control: a message that has come is nothing that the path goes along.
+    late = [second[0], ("1F0@0", 5.0, 6.0)]
+    early = [("0F0@0", -3.0, -2.0), ("0SF0>1", -2.0, -1.0)]
+    assert "messages that were there" in longest_path([early, late], [0, 1], {"F": 1.0})
