@@ -41,6 +41,8 @@ from penstock.support.errors import UsageError
 TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}
 # Seconds that one run may take.
 LONGEST = 600.0
+# Steps of a run in which a rank says which graphs it could not capture, as each has come often enough by then.
+CAPTURED = 40
 # Steps of the benchmark that are compared, and that are timed in each of the rounds.
 CHECKED, TIMED, ROUNDS = 4, 5, 7
 
@@ -179,6 +181,14 @@ def two_ranks(payload: Payload) -> None:
             compare(payload, name, run(payload, name, payload.facts["steps"]))
 
 
+def graphs(payload: Payload) -> None:
+    """calls that are captured as CUDA graphs have the bits of calls kernel by kernel, in one rank and in two"""
+    for name in payload.facts["trainings"]:
+        direct, graph = (run(payload, name, CAPTURED, captured=each) for each in (False, True))
+        expect(direct == graph, f"{name}: losses {direct} kernel by kernel, {graph} as graphs")
+        print(f"{name}: the losses of {CAPTURED} steps are the same bits")
+
+
 def kill(payload: Payload) -> None:
     """a rank with a GPU that dies ends the run with words, leaves no process behind, and the run goes on from a checkpoint"""
     name = next(name for name in payload.facts["trainings"] if name.startswith("two"))
@@ -234,6 +244,7 @@ STEPS: dict[str, Callable[[Payload], None]] = {
     "libraries": libraries,
     "training": training,
     "two-ranks": two_ranks,
+    "graphs": graphs,
     "kill": kill,
     "memory": memory,
     "speed": speed,
@@ -249,15 +260,16 @@ def scratch(payload: Payload, name: str) -> Path:
     return folder
 
 
-def begin(payload: Payload, name: str, words: Sequence[str]) -> subprocess.Popen[str]:
+def begin(payload: Payload, name: str, words: Sequence[str], captured: bool = False) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "penstock", "run", str(payload.home / name), *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    how = {**os.environ, "PENSTOCK_CUDA_GRAPHS": str(int(captured))}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=how)
 
 
-def run(payload: Payload, name: str, steps: int, words: Sequence[str] = ()) -> list[float]:
-    """Train, and return the losses."""
+def run(payload: Payload, name: str, steps: int, words: Sequence[str] = (), captured: bool = False) -> list[float]:
+    """Train, and return the losses. With `captured` all that a rank says of graphs is printed."""
     metrics = scratch(payload, name) / "metrics.jsonl"
-    process = begin(payload, name, ["--steps", str(steps), "--metrics", str(metrics), *words])
+    process = begin(payload, name, ["--steps", str(steps), "--metrics", str(metrics), *words], captured)
     try:
         said = process.communicate(timeout=LONGEST)[0]
     finally:
@@ -265,6 +277,11 @@ def run(payload: Payload, name: str, steps: int, words: Sequence[str] = ()) -> l
     if process.returncode:
         print(said[-4000:])
         raise Wrong(f"{name} ended with {process.returncode}")
+    if captured:
+        for line in said.splitlines():
+            if "kernel by kernel" in line:
+                print(f"    {name}: {line}")
+                expect("could not be captured" not in line, "a capture failed")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [float(row["loss"]) for row in rows if "loss" in row]
 

@@ -24,7 +24,7 @@ say() { printf '%s\n' "$*" | tee -a "$results"; }
 
 say "gpu_first: $(cat "$here/revision.txt"), $(uname -sr), $(date -u +%Y-%m-%dT%H:%MZ)"
 passed=0
-for step in machine load kernels libraries training two-ranks kill memory speed; do
+for step in machine load kernels libraries training two-ranks graphs kill memory speed; do
     say "== $step: $("$python" "$here/benchmarks/gpu_first.py" "$here" "$step" --proves)"
     "$python" "$here/benchmarks/gpu_first.py" "$here" "$step" > "$here/said.txt" 2>&1
     code=$?

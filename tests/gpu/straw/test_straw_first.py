@@ -15,7 +15,7 @@ from oracles.repository import BENCHMARKS, bare_python
 
 from . import libraries
 
-STEPS = ("machine", "load", "kernels", "libraries", "training", "two-ranks", "kill", "memory", "speed")
+STEPS = ("machine", "load", "kernels", "libraries", "training", "two-ranks", "graphs", "kill", "memory", "speed")
 
 
 def environment(straw: Path, folder: Path) -> dict[str, str]:
