@@ -7,13 +7,15 @@ it was captured:
     inputs      what another graph of the stage made lies in the results of a captured call, and is read there. All
                 other inputs are copied into memory of the captured call, in one step each
     results     memory of the captured call. While any tensor of an earlier launch lies in them, a call takes another
-                captured one, so there are as many as microbatches are in flight
+                captured one, so there are as many as microbatches are in flight. Small results that no graph of the
+                stage takes are handed on as copies: a batch's losses are kept to its end
     temporaries kept for the captured call, so that no other call gets them
 
-A call is captured once it comes with addresses that came before. The stage has to update its weights before, so that
-all of its graphs have the memory they need. A stage that does not update weights itself has many calls before. Nothing
-is executed by a capture: where it fails, the call is made as it was before. Calls that are not captured say why
-(`reasons`).
+Calls are captured where `PENSTOCK_CUDA_GRAPHS=1` asks for it. Captured calls have memory that no plan counts, and
+never met a GPU. A call is captured once it comes with addresses that came before. The stage has to update its weights
+before, so that all of its graphs have the memory they need. A stage that does not update weights itself has many calls
+before. Nothing is executed by a capture: where it fails, the call is made as it was before, and nothing more is
+captured. Calls that are not captured say why (`reasons`).
 
 Limits: a graph with collectives is never captured, as ranks wait for each other in it. The temporaries of several
 captured calls share no memory. Graphs without variables of the same addresses, such as those that are brought from
@@ -23,7 +25,7 @@ the host for each batch, are not captured.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +49,8 @@ _ALLOCATE = "vm.builtin.alloc_storage"
 _MOST = 64
 # The sets of addresses that are remembered for a graph.
 _KNOWN = 4 * _MOST
+# Results of so many bytes are handed on as copies where no graph of the stage takes them.
+_SMALL = 4096
 # Memory that has to be free for a capture, as a multiple of what it takes.
 _SPARE = 2
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
@@ -78,12 +82,19 @@ class _Blocks:
 
 
 class CapturedCall:
-    """A captured call. `staged` are its inputs from elsewhere, by place; `blocks` is all memory that it works in."""
+    """A captured call. `staged` are its inputs from elsewhere, by place; `blocks` is all memory that it works in. The
+    results at the places in `copied` are handed on as copies."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, staged: Mapping[int, torch.Tensor], results: list[torch.Tensor], blocks: Any
+        self,
+        graph: torch.cuda.CUDAGraph,
+        staged: Mapping[int, torch.Tensor],
+        results: list[torch.Tensor],
+        copied: Container[int],
+        blocks: Any,
     ) -> None:
         self._graph, self._staged, self.results, self._blocks = graph, staged, results, blocks
+        self._copied = [place in copied for place in range(len(results))]
         self._storages = [x.untyped_storage() for x in results]
         self._unused = list(map(_uses, self._storages))
 
@@ -96,7 +107,7 @@ class CapturedCall:
         for place, staged in self._staged.items():
             staged.copy_(ins[place])
         self._graph.replay()
-        return [x.detach() for x in self.results]
+        return [x.clone() if copied else x.detach() for x, copied in zip(self.results, self._copied, strict=True)]
 
 
 def _uses(storage: Any) -> int:
@@ -108,13 +119,15 @@ def _uses(storage: Any) -> int:
 
 @dataclass
 class _Calls:
-    """The calls of one graph. `inner` are the places of inputs that other graphs of the stage make. `reason` says why
-    no further call is captured, `note` why the last one was not, and `direct` is how many were not."""
+    """The calls of one graph. `inner` are the places of inputs that other graphs of the stage make, `copied` those of
+    results that are handed on as copies. `reason` says why no further call is captured, `note` why the last one was
+    not, and `direct` is how many were not."""
 
     graph: Graph
     dtypes: list[torch.dtype]
     shapes: list[tuple[int, ...]]
     inner: frozenset[int]
+    copied: frozenset[int]
     reason: str = ""
     allocations: list[_Allocation] | None = None
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -135,8 +148,9 @@ class Captures:
         import torch  # lazy: heavy
 
         self._machine, self._device, self._direct = machine, device, direct
-        results = {value.name for graph in graphs for value in signature(graph).results}
-        self._calls = {graph.name: _calls_of(graph, results) for graph in graphs}
+        made = {value.name for graph in graphs for value in signature(graph).results}
+        taken = {value.name for graph in graphs for value in signature(graph).ins}
+        self._calls = {graph.name: _calls_of(graph, made, taken) for graph in graphs}
         self._updates = {graph.name for graph in graphs if graph_kind(graph.name) == UPDATE}
         # The updates that have to come before anything is captured.
         self._ahead = set(self._updates)
@@ -150,7 +164,11 @@ class Captures:
         """Return why graphs are launched kernel by kernel, for those of which a call was refused, or which have had
         many calls and no captured one."""
         rare = {name: calls.note for name, calls in self._calls.items() if calls.direct > _MOST and not calls.captured}
-        return {name: reason for name, calls in self._calls.items() if (reason := calls.reason or rare.get(name))}
+        told = {name: reason for name, calls in self._calls.items() if (reason := calls.reason or rare.get(name))}
+        numbers = {name: n for name, n in self.numbers().items() if n}
+        return {
+            name: f"beside {numbers[name]} captured calls, {r}" if name in numbers else r for name, r in told.items()
+        }
 
     def numbers(self) -> dict[str, int]:
         """Return how many captured calls each graph has."""
@@ -159,10 +177,13 @@ class Captures:
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call a graph, by a captured call if there is one."""
         calls = self._calls[graph]
+        self._ahead.discard(graph)
         if (calls.reason and not calls.captured) or not self._fit(calls, args):
             return self._direct(graph, args)
-        if calls.allocations is None or (self._ahead and calls.direct < _MOST):
-            return self._first(calls, args)
+        if calls.allocations is None:
+            return self._measured(calls, args)
+        if self._ahead and calls.direct < _MOST:
+            return self._uncaptured(calls, args)
         addresses = list(map(_address, args))
         if not all(addresses[place] in self._settled for place in calls.inner):
             calls.note = "it takes results of calls that are not captured"
@@ -172,6 +193,8 @@ class Captures:
         for captured in calls.captured.get(key, ()):
             if captured.is_free():
                 return captured.launch(args)
+        if calls.reason:
+            return self._uncaptured(calls, args)
         if key not in calls.seen:
             calls.seen.add(key)
             calls.note = "its tensors have not come with the same addresses twice"
@@ -193,12 +216,9 @@ class Captures:
             and all(x.device == self._device for x in args)
         )
 
-    def _first(self, calls: _Calls, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Call a graph, and write down what it takes from the pool."""
+    def _measured(self, calls: _Calls, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Call a graph for the first time, and write down what it takes from the pool."""
         name = calls.graph.name
-        self._ahead.discard(name)
-        if calls.allocations is not None:
-            return self._uncaptured(calls, args)
         blocks = _Blocks()
         self._machine.instrument(blocks)
         try:
@@ -214,7 +234,7 @@ class Captures:
     def _capture(self, calls: _Calls, key: tuple[int, ...], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Capture a call and launch it; where that cannot be, call the graph."""
         name = calls.graph.name
-        calls.reason = calls.reason or self._refusal(calls)
+        calls.reason = self._refusal(calls, args)
         if calls.reason:
             return self._direct(name, args)
         captured = self._captured(calls, key, args)
@@ -224,30 +244,31 @@ class Captures:
         self._settled |= {x.data_ptr() for x in captured.results if x.numel()}
         return captured.launch(args)
 
-    def _refusal(self, calls: _Calls) -> str:
+    def _refusal(self, calls: _Calls, args: Sequence[torch.Tensor]) -> str:
         import torch  # lazy: heavy
 
         assert calls.allocations is not None
         if calls.number() >= _MOST:
             return f"it has {_MOST} captured calls, and comes with other addresses still"
-        needed, (free, _) = sum(a.nbytes for a in calls.allocations), torch.cuda.mem_get_info(self._device)
+        needed = sum(a.nbytes for a in calls.allocations) + sum(args[place].nbytes for place in self._outer(calls))
+        free, _ = torch.cuda.mem_get_info(self._device)
         return f"a captured call takes {needed} bytes, {free} are free" if free < _SPARE * needed else ""
 
     def _captured(self, calls: _Calls, key: tuple[int, ...], args: Sequence[torch.Tensor]) -> CapturedCall | None:
         """Capture a call; None, with the reason, where that fails."""
         import torch  # lazy: heavy
 
-        self._reserve(calls)
-        outer = [place for place in range(calls.inputs) if place not in calls.inner]
-        staged = {place: torch.empty_like(args[place]) for place in outer}
         graph, blocks, failure = torch.cuda.CUDAGraph(), _Blocks(), None
+        staged: dict[int, torch.Tensor] = {}
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         if key[0] not in self._pools:
             self._pools[key[0]] = torch.cuda.graph_pool_handle()
         results: list[torch.Tensor] = []
-        self._machine.instrument(blocks)
         try:
+            self._reserve(calls)
+            staged = {place: torch.empty_like(args[place]) for place in self._outer(calls)}
+            self._machine.instrument(blocks)
             with torch.cuda.stream(self._side):
                 # Other threads wait for copies meanwhile.
                 graph.capture_begin(self._pools[key[0]], capture_error_mode="thread_local")
@@ -263,10 +284,17 @@ class Captures:
         finally:
             self._machine.instrument(None)
         if failure is not None:
+            # What torch's allocator thinks of the capture is unknown then.
+            for other in self._calls.values():
+                other.reason = other.reason or f"{calls.graph.name} could not be captured"
             calls.reason = f"it could not be captured: {_words(failure)}"
         elif any(_lies_in(x, other) for x in results for other in (*args, *staged.values())):
             calls.reason = "it hands on an argument as its result"
-        return None if calls.reason else CapturedCall(graph, staged, results, blocks.taken)
+        return None if calls.reason else CapturedCall(graph, staged, results, calls.copied, blocks.taken)
+
+    def _outer(self, calls: _Calls) -> list[int]:
+        """Return the places of inputs that no graph of the stage makes."""
+        return [place for place in range(calls.inputs) if place not in calls.inner]
 
     def _reserve(self, calls: _Calls) -> None:
         """Let the pool have the blocks that a call takes: nothing may be allocated during a capture."""
@@ -280,7 +308,7 @@ class Captures:
 
 def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether calls may be captured."""
-    wanted = environment.get(VARIABLE, "1")
+    wanted = environment.get(VARIABLE, "0")
     if wanted not in ("0", "1"):
         raise UsageError(f"{VARIABLE} must be 0 or 1, got {wanted!r}")
     return wanted == "1"
@@ -291,14 +319,16 @@ def never_captured(graph: Graph) -> str:
     return "its collectives wait for other ranks" if next(iter(calls_of(graph)), None) is not None else ""
 
 
-def _calls_of(graph: Graph, results: set[str]) -> _Calls:
+def _calls_of(graph: Graph, made: set[str], taken: set[str]) -> _Calls:
     import torch  # lazy: heavy
 
     sig, of_slots = signature(graph), slot_types(graph)
     types = [*(value.type for value in sig.ins), *(of_slots[slot] for slot in sig.slots)]
-    inner = frozenset(place for place, value in enumerate(sig.ins) if value.name in results)
+    inner = frozenset(place for place, value in enumerate(sig.ins) if value.name in made)
+    small = (value.name not in taken and value.type.nbytes <= _SMALL for value in sig.results)
+    copied = frozenset(place for place, each in enumerate(small) if each)
     dtypes, shapes = [getattr(torch, LONG_NAMES[t.dtype]) for t in types], [t.dims for t in types]
-    return _Calls(graph, dtypes, shapes, inner, never_captured(graph), inputs=len(sig.ins))
+    return _Calls(graph, dtypes, shapes, inner, copied, never_captured(graph), inputs=len(sig.ins))
 
 
 def _lies_in(x: torch.Tensor, other: torch.Tensor) -> bool:

@@ -131,8 +131,10 @@ def _where_blind(scores: Scores, value: Any, other: torch.Tensor) -> torch.Tenso
 
     if scores.blind is None:
         return other
-    value = torch.as_tensor(value, dtype=other.dtype, device=other.device)
-    return torch.where(scores.blind.squeeze(-1), value, other)
+    if not isinstance(value, torch.Tensor):
+        # A number that is copied from the host would be waited for.
+        value = torch.full((), value, dtype=other.dtype, device=other.device)
+    return torch.where(scores.blind.squeeze(-1), value.to(other.dtype), other)
 
 
 def _seeing(q: torch.Tensor, scores: Scores) -> torch.Tensor:

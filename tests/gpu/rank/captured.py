@@ -32,13 +32,14 @@ CALLS = 9
 
 
 def graphs() -> list[Graph]:
-    """Return a forward with a product and two results, and a backward that takes both and adds to a variable."""
+    """Return a forward with a product, a loss and two other results, and a backward that takes one and adds to a variable."""
     x, dy = (Value(name, TensorType("f32", (N, N))) for name in ("x", "dy"))
     product = make("matmul", [x, x], ["p"])
     product = Op(product.kind, product.ins, product.outs, {**product.attrs, "library": "torch"})
     tanh = make("tanh", product.outs, ["t"])
     root = make("exp", tanh.outs, ["e"])
-    forward = Graph("s0.F", (x,), root.outs, (product, tanh, root), saved=tanh.outs)
+    loss = make("sum", tanh.outs, ["l"], axes=(0, 1))
+    forward = Graph("s0.F", (x,), (*root.outs, *loss.outs), (product, tanh, root, loss), saved=tanh.outs)
     scaled = make("mul", [dy, tanh.outs[0]], ["m"])
     total = make("neg", scaled.outs, ["n"])
     added = Op("accum", total.outs, (), {"var": "w"})
@@ -50,19 +51,24 @@ def on_gpu(array: np.ndarray) -> torch.Tensor:
 
 
 def worked(program: CudaProgram, calls: int = CALLS, flight: int = 2) -> tuple[list[np.ndarray], np.ndarray]:
-    """Call forward and backward for some microbatches, a number of them in flight; return all results and the variable."""
+    """Call forward and backward for some microbatches, a number of them in flight; return all results and the variable.
+    Losses are kept to the end, as for a batch."""
     random = np.random.default_rng(0)
     w, results = torch.zeros(N, N, device=GPU), []
     w.is_variable = True  # type: ignore[attr-defined]
     waiting: list[Sequence[torch.Tensor]] = []
+    losses: list[torch.Tensor] = []
     for _ in range(calls):
         x, dy = (random.standard_normal((N, N)).astype(np.float32) / 4 for _ in range(2))
-        waiting.append((*program.call("s0.F", [on_gpu(x)]), on_gpu(dy)))
+        y, loss, saved = program.call("s0.F", [on_gpu(x)])
+        losses.append(loss)
+        waiting.append((y, saved, on_gpu(dy)))
+        del y, saved
         if len(waiting) == flight:
             y, saved, dy_there = waiting.pop(0)
             results.append(y.cpu().numpy())
             program.call("s0.B", [dy_there, saved, w])
-    return results, w.cpu().numpy()
+    return [*results, *(loss.cpu().numpy() for loss in losses)], w.cpu().numpy()
 
 
 def synchronising(before: Callable[..., None]) -> Callable[..., None]:
@@ -159,6 +165,27 @@ class Cases:
             return self.said(self.program())
         finally:
             torch.cuda.mem_get_info = before
+
+    def losses_in_place(self) -> dict[str, object]:
+        """Losses that are kept lie in the results of captured calls."""
+        before, captures._SMALL = captures._SMALL, 0
+        try:
+            return self.said(self.program())
+        finally:
+            captures._SMALL = before
+
+    def memory_that_ends(self) -> dict[str, object]:
+        """A call takes more than is free, and the device says otherwise."""
+
+        def ends(self: captures.Captures, calls: object) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+        kind = captures.Captures
+        before, kind._reserve = kind._reserve, ends
+        try:
+            return self.said(self.program())
+        finally:
+            kind._reserve = before
 
     def results_in_use(self) -> dict[str, object]:
         """A captured call is launched though tensors lie in its results."""

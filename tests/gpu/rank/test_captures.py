@@ -22,17 +22,21 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def test_captured_calls_give_the_same_and_faults_are_noticed(program: Callable[..., Any], tmp_path: Path) -> None:
-    said = program("gpu.rank.captured", tmp_path)
+    said = program("gpu.rank.captured", tmp_path, PENSTOCK_CUDA_GRAPHS="1")
     sound = said["sound"]
     assert (sound["wrong"], sound["report"], sound["reasons"]) == ([], [], {})
     # Two microbatches are in flight, and one more is begun before the results of the oldest are let go.
     assert sound["numbers"] == {"s0.F": 3, "s0.B": 3}
+    # Were losses not handed on as copies, each microbatch would have a forward of its own.
+    assert said["losses_in_place"]["wrong"] == []
+    assert said["losses_in_place"]["numbers"]["s0.F"] > 6
     captured, plain = sound["told"]
     assert captured < plain
     refused = {
         "callback_that_waits": "a wait for a stream during a capture",
         "allocation": "cudaMalloc during a capture",
         "short_of_memory": "are free",
+        "memory_that_ends": "out of memory",
     }
     for name, words in refused.items():
         assert said[name]["wrong"] == said[name]["report"] == [], name
@@ -50,8 +54,8 @@ def test_trainings_give_the_same_losses_with_fewer_launches(
 ) -> None:
     case, factor = CASES[name]
     cases = json.dumps([{**case, "steps": steps} for steps in (FEW, MANY)])
-    captured = program("gpu.straw.training", tmp_path / "captured", cases, devices=2)
-    plain = program("gpu.straw.training", tmp_path / "plain", cases, devices=2, PENSTOCK_CUDA_GRAPHS="0")
+    captured = program("gpu.straw.training", tmp_path / "captured", cases, devices=2, PENSTOCK_CUDA_GRAPHS="1")
+    plain = program("gpu.straw.training", tmp_path / "plain", cases, devices=2)
     for said, other in zip(captured, plain, strict=True):
         assert said["faults"] == other["faults"] == []
         assert said["losses"] == other["losses"]

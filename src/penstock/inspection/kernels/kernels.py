@@ -194,7 +194,7 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
                 lines.append(_division_line(graph, of_stage))
                 lines += _library_lines(graph)
                 if device.kind == "cuda" and (reason := never_captured(graph)):
-                    lines.append(f"{graph.name}: launched kernel by kernel, as {reason}")
+                    lines.append(f"{graph.name}: never a CUDA graph, as {reason}")
         lines.append("")
     return "\n".join(lines).rstrip()
 
