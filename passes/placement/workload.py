@@ -47,7 +47,7 @@ def load_json(path: str | Path) -> object:
     """Return the content of a file of JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"no JSON: {error}", where=str(path)) from error
 
 

@@ -13,6 +13,7 @@ Anything else in an object is for people, and ignored. All problems of a file ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,9 @@ from penstock.passes.placement.workload import FieldReader, amount, count, kind_
 
 from .profiles import JointProblem, LayerOption, LayerProfile
 
+# Bytes in a second; with less, times are no numbers any more.
+_SLOWEST = 1e-9
+_DEGREE, _ID = re.compile("[1-9][0-9]{0,3}"), re.compile("0|-?[1-9][0-9]{0,18}")
 _AMOUNTS = ("timePerSample", "parameterSize", "memoryUsageA", "memoryUsageB")
 
 
@@ -45,6 +49,10 @@ def read_profiles(data: object, where: str = "") -> Profiles:
     return profiles
 
 
+def shortened(text: str) -> str:
+    return repr(text if len(text) <= 20 else f"{text[:20]}...")
+
+
 class _ProfileReader(FieldReader):
     """A reader of profiles."""
 
@@ -54,9 +62,13 @@ class _ProfileReader(FieldReader):
         bandwidth = self.pick(data, "bandwidth", "", amount, 1.0)
         batch = "maxBatchSize" if "maxBatchSize" in data and "mbsInBatch" not in data else "mbsInBatch"
         microbatches = self.pick(data, batch, "", whole, 1)
-        for name, value in (("maxDevices", devices), ("bandwidth", bandwidth), (batch, microbatches)):
-            if value <= 0:
-                self.problems.append(f"{name} must be more than 0, got {value:g}")
+        for name, value, least in (
+            ("maxDevices", devices, 1),
+            ("bandwidth", bandwidth, _SLOWEST),
+            (batch, microbatches, 1),
+        ):
+            if value < least:
+                self.problems.append(f"{name} must be at least {least:g}, got {value:g}")
         ids: list[int] = []
         layers: list[LayerProfile] = []
         for i, row in enumerate(self.rows(data, "nodes")):
@@ -87,8 +99,8 @@ class _ProfileReader(FieldReader):
             self.problems.append(f"{where}: TMPCs must be an object of lists by degree, got {kind_of(degrees)}")
             degrees = {}
         for text in degrees:
-            if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 10_000:
-                self.problems.append(f"{where}: TMPCs must have degrees from 1 to 10000, got {text!r}")
+            if not _DEGREE.fullmatch(text):
+                self.problems.append(f"{where}: TMPCs must have degrees from 1 to 9999, got {shortened(text)}")
                 continue
             rows = enumerate(self.rows(degrees, text, f"{where}: TMPCs"))
             options[int(text)] = tuple(self._option(each, f"{where}, degree {text}, option {i}") for i, each in rows)
@@ -115,10 +127,10 @@ class _ProfileReader(FieldReader):
             return {}
         by_node = {}
         for text in amounts:
-            try:
+            if _ID.fullmatch(text):
                 by_node[int(text)] = self.pick(amounts, text, f"{where}: {key}", amount, 0.0)
-            except ValueError:
-                self.problems.append(f"{where}: {key} must have ids of nodes, got {text!r}")
+            else:
+                self.problems.append(f"{where}: {key} must have ids of nodes, got {shortened(text)}")
         return by_node
 
     def _placed(

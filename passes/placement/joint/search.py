@@ -22,15 +22,20 @@ import numpy.typing as npt
 from penstock.passes.placement.coarsen import deep, linear
 from penstock.passes.placement.ideals import Ideals, enumerate_ideals
 from penstock.passes.placement.problem import Progress
-from penstock.support.errors import DoesNotFit
+from penstock.support.errors import DoesNotFit, UsageError
 
 from .profiles import JointPlan, JointProblem, JointStage, check_plan
-from .stages import StageTables, sets_along, suffixes
+from .stages import StageTables, neighbours, sets_along
 
 LIMIT = 1_000
 # The part of the value by which a better plan may be missed.
 CLOSE = 1e-7
+# Where so small a part is left between what is possible and what is not, any better plan is asked for. The first
+# question is so much above the bound.
 _NEAR, _FIRST = 0.002, 0.02
+# The numbers in tables of borders, 16 bytes for each.
+_MOST_NUMBERS = 1 << 26
+_SHOWN = 8
 _NONE = np.int32(1 << 28)
 Counts = npt.NDArray[np.int32]
 
@@ -55,7 +60,8 @@ class _Fewest:
 
 def plan_jointly(problem: JointProblem, limit: int = LIMIT, progress: Progress | None = None) -> JointPlan:
     """Return the plan with the least time per sample, or the best that was seen when the user interrupts."""
-    after, before = suffixes(problem)
+    _check_options(problem)
+    after, before = neighbours(problem)
     sets = enumerate_ideals(after, before, limit)
     notes = []
     exact = sets is not None
@@ -63,7 +69,27 @@ def plan_jointly(problem: JointProblem, limit: int = LIMIT, progress: Progress |
         lines = [linear(after, before, float), linear(after, before, lambda v: -float(v)), deep(after, before)]
         sets = sets_along(lines, len(problem.layers))
         notes.append(f"more than {limit} sets of layers are closed: {len(sets)} of them were tried")
+    width = max(len(options) for layer in problem.layers for options in layer.options.values())
+    numbers = len(sets) * len(problem.layers) * width * len(problem.tensor_degrees)
+    if numbers > _MOST_NUMBERS:
+        raise UsageError(
+            f"{len(problem.layers)} layers with up to {width} options for each of {len(problem.tensor_degrees)} tensor "
+            "parallel degrees are too many for the search's tables",
+            hint="let several layers be one",
+        )
     return _Search(problem, sets, exact, progress).best(tuple(notes))
+
+
+def _check_options(problem: JointProblem) -> None:
+    """Raise DoesNotFit where layers have no options for so few devices."""
+    lacking = [
+        layer.name or f"layer {v}"
+        for v, layer in enumerate(problem.layers)
+        if not any(options for t, options in layer.options.items() if t <= problem.devices)
+    ]
+    if lacking:
+        shown = ", ".join(lacking[:_SHOWN]) + (f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else "")
+        raise DoesNotFit(f"no options with a tensor parallel degree up to {problem.devices}: {shown}")
 
 
 class _Search:
@@ -80,11 +106,13 @@ class _Search:
         self.bound = self.assumed = float(self.tables.work[-1]) / problem.devices
 
     def best(self, notes: tuple[str, ...]) -> JointPlan:
-        stages = self._within(inf)
-        if stages is None:
-            raise DoesNotFit("no plan fits the memory of the devices", hint="add devices or memory")
-        self.value = check_plan(self.problem, stages)
+        stages = self._one_stage()
         try:
+            if stages is None:
+                stages = self._within(inf)
+            if stages is None:
+                raise DoesNotFit("no plan fits the memory of the devices", hint="add devices or memory")
+            self.value = check_plan(self.problem, stages)
             for within in self._questions():
                 better = self._within(within)
                 if better is not None and (value := check_plan(self.problem, better)) < self.value:
@@ -95,12 +123,27 @@ class _Search:
                 if self.exact and proven:
                     self.bound = within
         except KeyboardInterrupt:
+            if stages is None:
+                raise
+            self.value = check_plan(self.problem, stages)
             notes = (*notes, "interrupted: the best plan until then")
         if self.assumed > self.bound and self.exact:
             notes = (*notes, "options of large stages were chosen by a relaxation")
         close = self.value - self.bound <= 2 * CLOSE * self.value
         bound = self.value if close else min(self.value, self.bound)
         return JointPlan(self.problem, tuple(stages), self.value, bound, notes)
+
+    def _one_stage(self) -> list[JointStage] | None:
+        """Return the best plan of one stage: something to begin with."""
+        plans: list[tuple[float, int, list[JointStage]]] = []
+        last = len(self.tables.sets) - 1
+        for t in self.problem.tensor_degrees:
+            for d in self.problem.data_degrees:
+                possible = t * d <= self.problem.devices and np.isfinite(self.tables.least(t, d)[last, 0])
+                if possible and self.tables.room_for(last, 0, t):
+                    stages = [JointStage(t, d, self.tables.chosen(last, 0, t, d, 1))]
+                    plans.append((check_plan(self.problem, stages), len(plans), stages))
+        return min(plans)[2] if plans else None
 
     def _questions(self) -> Iterator[float]:
         """Yield times to ask for, until what is possible and what is not are close.

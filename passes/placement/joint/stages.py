@@ -197,7 +197,7 @@ def _finite(table: Floats) -> Floats:
     return np.where(np.isfinite(table), table, 0.0)
 
 
-def suffixes(problem: JointProblem) -> tuple[list[set[int]], list[set[int]]]:
+def neighbours(problem: JointProblem) -> tuple[list[set[int]], list[set[int]]]:
     """Return the layers right after each one, and right before it."""
     after: list[set[int]] = [set() for _ in problem.layers]
     before: list[set[int]] = [set() for _ in problem.layers]

@@ -57,11 +57,11 @@ def test_all_problems_are_reported_at_once() -> None:
     ]
     text = problems(FILE | {"maxDevices": 0, "bandwidth": True, "nodes": nodes, "edges": edges})
     for part in (
-        "maxDevices must be more than 0, got 0",
+        "maxDevices must be at least 1, got 0",
         "bandwidth must be a number from 0 to 1e+100, got true",
         "node 1 is listed 2 times",
         "node 1: degree 1 has option 'plain' twice",
-        "node 1: TMPCs must have degrees from 1 to 10000, got 'two'",
+        "node 1: TMPCs must have degrees from 1 to 9999, got 'two'",
         "node 1, degree 2, option 0: id must be text, got text",
         "node 1, degree 2, option 0: timePerSample must be a number from 0 to 1e+100, got -1",
         "node 1: TMPCs must be an object of lists by degree, got a list",
@@ -88,3 +88,15 @@ def test_edges_lead_round_no_circle() -> None:
     nodes = [{"id": i, "TMPCs": {"1": [OPTION]}} for i in (1, 2)]
     edges = [{"sourceId": i, "destId": 3 - i, "communicationCost": 1.0} for i in (1, 2)]
     assert "edges lead round a circle: 1 -> 2 -> 1" in problems(FILE | {"nodes": nodes, "edges": edges})
+
+
+@pytest.mark.parametrize("degree", ["9" * 5000, "01", "0", "1_0"])
+def test_degrees_are_small_and_written_in_one_way(degree: str) -> None:
+    text = problems(FILE | {"nodes": [{"id": 1, "TMPCs": {degree: [OPTION]}}]})
+    assert "TMPCs must have degrees from 1 to 9999" in text
+    assert len(text) < 200
+
+
+def test_bandwidths_that_make_no_times_are_refused() -> None:
+    text = problems(FILE | {"nodes": [{"id": 1, "TMPCs": {"1": [OPTION]}}], "bandwidth": 1e-320})
+    assert "bandwidth must be at least 1e-09" in text

@@ -12,11 +12,11 @@ import pytest
 
 from penstock.passes.placement.joint import search, stages
 from penstock.passes.placement.joint.options import Choice, choose
-from penstock.passes.placement.joint.profiles import JointPlan, JointProblem, check_plan
+from penstock.passes.placement.joint.profiles import JointPlan, JointProblem, LayerProfile, check_plan
 from penstock.passes.placement.joint.reading import read_profiles
 from penstock.passes.placement.joint.search import plan_jointly
 from penstock.passes.placement.workload import load_json
-from penstock.support.errors import DoesNotFit
+from penstock.support.errors import DoesNotFit, UsageError
 
 from .drawn import draw_joint_problem, try_all_plans
 
@@ -69,6 +69,31 @@ def test_a_search_without_the_sum_of_degrees_is_noticed(monkeypatch: pytest.Monk
     monkeypatch.setattr(search, "_first", lambda counts, s: min(s, 1))
     with pytest.raises((AssertionError, IndexError)):
         assert disagreements(range(60)) == []
+
+
+def test_layers_without_options_are_named() -> None:
+    problem = draw_joint_problem(3)
+    layers = (*problem.layers, LayerProfile("odd", {16: next(iter(problem.layers[0].options.values()))}))
+    with pytest.raises(DoesNotFit, match=r"no options with a tensor parallel degree up to \d: odd"):
+        plan_jointly(replace(problem, layers=layers))
+
+
+def test_tables_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_MOST_NUMBERS", 1)
+    with pytest.raises(UsageError, match="too many for the search's tables"):
+        plan_jointly(draw_joint_problem(3))
+
+
+def test_an_interrupt_in_the_first_pass_leaves_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(draw_joint_problem(3), memory=1e6)
+
+    def interrupted(self: object, within: float, hopeful: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search._Search, "_within", interrupted)
+    plan = plan_jointly(problem)
+    assert len(plan.stages) == 1
+    assert plan.bound <= try_all_plans(problem) <= plan.value < inf
 
 
 def test_an_interrupt_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
