@@ -62,7 +62,8 @@ _UPDATED = 1 << 23
 _WORKING = tuple(1 << n for n in range(16, 25))
 # The cache that counts is the one that holds what a layer works on.
 _LAYER = (3 << 20, 12 << 20)
-TINY = 32
+# The kernels of two graphs that do next to nothing.
+TINY = (1, 33)
 # Operands of a yardstick are spread over so many bytes, but for those that measure a place in memory.
 _SPREAD, _MOST_SETS = 16 << 20, 16
 # Elements of an operand, after which they repeat.
@@ -161,10 +162,10 @@ def _starts() -> list[Yardstick]:
     return [Yardstick(graph.name.removeprefix("s0."), "overhead", graph) for graph in launch_graphs()]
 
 
-def launch_graphs() -> list[Graph]:
-    """Return graphs of kernels that do next to nothing: of one, and of many."""
+def launch_graphs(counts: tuple[int, int] = TINY) -> list[Graph]:
+    """Return graphs of kernels that do next to nothing: of few, and of many."""
     graphs = []
-    for count in (1, 1 + TINY):
+    for count in counts:
         x = Value("x0", TensorType("f32", (16,)))
         ops: list[Op] = []
         for i in range(count):
@@ -334,11 +335,11 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     )  # fmt: skip
 
 
-def launch_overheads(seconds: Mapping[str, float]) -> tuple[float, float]:
+def launch_overheads(seconds: Mapping[str, float], counts: tuple[int, int] = TINY) -> tuple[float, float]:
     """Return what a kernel takes beside its work, and a call beside its kernels, by the times of `launch_graphs`."""
-    single, many = seconds["tiny1"], seconds[f"tiny{1 + TINY}"]
-    overhead = max(0.0, (many - single) / TINY)
-    return overhead, max(0.0, single - overhead)
+    few, many = counts
+    overhead = max(0.0, (seconds[f"tiny{many}"] - seconds[f"tiny{few}"]) / (many - few))
+    return overhead, max(0.0, seconds[f"tiny{few}"] - few * overhead)
 
 
 def _cache_of(curve: Sequence[tuple[int, float]], far: float) -> tuple[int, float]:

@@ -158,6 +158,7 @@ def install(folder: Path) -> Devices:
         ("zeros", _fill),
         ("ones", _fill),
         ("full", _fill),
+        ("randn", _fill),
         ("tensor", torch.Tensor.copy_),
     ):
         setattr(torch, name, _factory(getattr(torch, name), finish))
