@@ -11,8 +11,8 @@ What is counted, of all stages of a rank together:
                  stage on a GPU, the buffers on the device that copies and messages go through (passages.py); what
                  saved sets go through on their way to another space (saved_sets.py)
     workspace    temporaries inside one graph (workspace.py), and blocks that are free at the moment
-After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: the
-runtime does the same.
+After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W what B has yet
+to send, then nothing: the runtime does the same.
 
 Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly
 that size. So what it holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of

@@ -41,6 +41,8 @@ class StageValues:
         }
         self.kept = self._kept()
         self.needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
+        # W may come before what B made is sent.
+        self.needed[WEIGHTS] |= self.sent[BACKWARD]
         # The memory of saved sets that were elsewhere.
         self.saved_set = saved_set(module, stage)
         self.fed = module.given_names(stage)

@@ -12,6 +12,7 @@ from oracles.loopback import traced
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
+from penstock.ir.action_kinds import BACKWARD, WEIGHTS
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.ir.memory.account import Account, first_difference
@@ -47,9 +48,9 @@ def gpt(tmp_path_factory):
     return ps.from_onnx(path)
 
 
-def planned(gpt, kind, **options) -> Module:
+def planned(gpt, kind, packs=2, **options) -> Module:
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=4, clip=0.5)
-    return ps.plan(gpt, Cluster.local(2), training, schedule=kind, packs=2, **options).module
+    return ps.plan(gpt, Cluster.local(2), training, schedule=kind, packs=packs, **options).module
 
 
 def accounts(module: Module, runs, store_kind=Store) -> list[tuple[Account, Account]]:
@@ -62,6 +63,10 @@ def accounts(module: Module, runs, store_kind=Store) -> list[tuple[Account, Acco
 
 def check(module: Module) -> list[tuple[Account, Account]]:
     assert all(len(stages) > 1 for stages in module.rank_packs())
+    return compare(module)
+
+
+def compare(module: Module) -> list[tuple[Account, Account]]:
     both = accounts(module, [(0, 3), (3, 2)])
     for expected, measured in both:
         assert str(first_difference(expected, measured)) == "None"
@@ -81,6 +86,21 @@ def test_blocks_of_a_chain_are_taken_and_given_back_as_planned(kind, tied, skips
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}, {"wire": "bf16"}])
 def test_blocks_of_a_gpt_are_taken_and_given_back_as_planned(gpt, kind, options):
     check(planned(gpt, kind, **options))
+
+
+@pytest.mark.parametrize("kind", ["zb-v", "zb-1f1b"])
+def test_a_gradient_that_is_sent_and_that_w_takes_stays_until_both_are_done(tmp_path, kind):
+    """Three blocks over two devices: a stage ends within one, where W takes a gradient that goes to another rank."""
+    path = write_gpt(tmp_path / "gpt.onnx", layers=3, width=16, heads=2, vocab=24, positions=8, batch=2)
+    module = planned(ps.from_onnx(path), kind, packs=2 if kind == "zb-v" else 1)
+    sent_and_taken = {
+        value
+        for edge in module.edges
+        if edge.phase == BACKWARD and (weights := module.stage_graph(edge.src, WEIGHTS)) is not None
+        for value in {v.name for v in edge.values} & {v.name for v in weights.ins}
+    }
+    assert sent_and_taken
+    compare(module)
 
 
 def test_control_a_hand_over_that_is_left_out_is_named():
