@@ -234,21 +234,21 @@ def _refused(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Code made now, in a temporary folder. A loaded library must not be written again, so each stage is made once."""
+    """Code made now, in a temporary folder. A loaded library must not be written again, so each stage is made once. It
+    is loaded for each caller, whose exchange does its collectives."""
 
     module: Module
     backend: str
     folder: Path
-    loaded: dict[int, StageProgram] = field(default_factory=dict)
+    made: dict[int, list[Path]] = field(default_factory=dict)
 
     def load(self, stage: int, exchange: Exchange | None = None) -> StageProgram:
-        if stage not in self.loaded:
-            maker = backend_of(self.backend)
+        maker = backend_of(self.backend)
+        if stage not in self.made:
             maker.check_host(self.module, stage)
             names = maker.compile_stages(self.module, [stage], self.folder)[stage]
-            files = [self.folder / name for name in names]
-            self.loaded[stage] = maker.load_stage(self.module, stage, files, exchange=exchange)
-        return self.loaded[stage]
+            self.made[stage] = [self.folder / name for name in names]
+        return maker.load_stage(self.module, stage, self.made[stage], exchange=exchange)
 
 
 @contextmanager
