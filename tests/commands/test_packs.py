@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,14 @@ def test_a_plan_with_packs_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
         "numpy",
     )
     said(capsys, *words, "--schedule", "zb-v")
+    planned = ("plan", model, "--devices", 2, "--loss", "mse", "--batch", 16, "--schedule", "zb-v")
+    lines = said(capsys, *planned).splitlines()
+    # What the changes are compared with is named: it is no plan of zb-v, and nothing is "the same" as the packs.
+    (against,) = [line for line in lines if line.startswith("planner: with one thing changed")]
+    assert against.endswith(" of 1f1b with one stage on a device:")
+    changes = [line for line in lines if line.startswith("what if: ") and line.endswith(")")]
+    assert any("what if: schedule gpipe: " in line for line in changes)
+    assert all(line.endswith(" 1f1b with one stage on a device)") for line in changes)
     plan = json.loads((tmp_path / "b" / "plan.json").read_text())
     assert plan["schedule"] == "zb-v"
     assert plan["planner"]["formulas_of"] == "1f1b"
@@ -115,5 +124,6 @@ def test_a_plan_with_packs_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "zb-v with several stages on a device was faster than 1f1b, by simulation" in why
     assert "2 stages on each device, zb-v: " in why
     assert "no plan of zb-v" not in why
+    assert re.search("with one thing changed .* against .* of 1f1b with one stage on a device:", why)
     assert "rank 0 computes" in why  # stage 3 is on the first device
     assert main(["inspect", str(tmp_path / "b"), "--html", str(tmp_path / "page.html")]) == 0

@@ -95,7 +95,8 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
     if "passed_over" in planner:
         yield f"by these formulas another plan of {schedule} takes {shown_seconds(usual)}, {planner['passed_over']}"
     changes, simulated = planner.get("what_if", {}), planner.get("simulated", {})
-    yield f"with one thing changed in what was given, by the formulas, against {shown_seconds(usual)}:"
+    alone = f" of {schedule} with one stage on a device" if "formulas_of" in planner else ""
+    yield f"with one thing changed in what was given, by the formulas, against {shown_seconds(usual)}{alone}:"
     for kind, seconds in planner["schedules"].items():
         if kind != schedule and kind not in planner["refused"] and f"schedule {kind}" not in changes:
             yield f"what if: schedule {kind}: {_against(float(seconds), usual, unit)}"

@@ -17,6 +17,8 @@ from penstock.passes.planner.sparing import LITTLE
 
 # Steps whose ratio differs from one by less are the same.
 _SAME = 5e-4
+# How such a step compares.
+AS_LONG = "the same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ def compare(other: float, chosen: float) -> str:
     """Describe how much slower or faster another step is than the chosen one."""
     ratio = other / chosen
     if abs(ratio - 1) < _SAME:
-        return "the same"
+        return AS_LONG
     return f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster"
 
 

@@ -25,7 +25,7 @@ from penstock.runtime.generation.turn import TOKENS
 from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
 
-from .choice import RUN, Objective, Search, compare, first_reason, passed_over
+from .choice import AS_LONG, RUN, Objective, Search, compare, first_reason, passed_over
 from .facts import ASSUMED, changes_facts, predicted_facts, rates_facts
 from .plan import Plan
 from .predict import Predicted, predict, predict_here
@@ -273,7 +273,7 @@ def _beside_others(search: Search) -> Iterator[str]:
     elif others := [name for name in search.left_out if not any(line.startswith(f"{name} ") for line in search.little)]:
         yield f"planner: not used: {', '.join(others)}"
     usual = search.usual
-    if (same := compare(usual, chosen.step)) != "the same":
+    if (same := compare(usual, chosen.step)) != AS_LONG:
         yield (
             f"planner: by its formulas another plan of {chosen.plan.schedule} is {same}, {shown_seconds(usual)}, "
             f"{passed_over(search)}"
@@ -304,22 +304,30 @@ def _changes(search: Search, usual: float) -> Iterator[str]:
     if search.result.stopped:
         yield "planner: stopped by an interrupt: this is the best plan until then, and others were not compared with it"
         return
-    # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
-    yield f"planner: with one thing changed in what was given, by its formulas, against {shown_seconds(usual)}:"
+    # Formulas are compared with formulas: what was chosen by simulation may be slower by them. They know of no packs.
+    alone = "" if search.taken is None else f"{search.chosen.plan.schedule} with one stage on a device"
+    against = f"{shown_seconds(usual)} of {alone}" if alone else shown_seconds(usual)
+    yield f"planner: with one thing changed in what was given, by its formulas, against {against}:"
     for change in search.what_if:
         if change.name.removeprefix("schedule ") in search.refused:
             continue
         if change.step is None:
             effect = "nothing fits" if change.sure else "no plan was found"
         else:
-            effect = f"{shown_seconds(change.step)} ({compare(change.step, usual)})"
+            effect = f"{shown_seconds(change.step)} ({_compared(change.step, usual, alone)})"
             if change.bound:
-                least = f"{shown_seconds(change.bound)} ({compare(change.bound, usual)})"
+                least = f"{shown_seconds(change.bound)} ({_compared(change.bound, usual, alone)})"
                 effect += f" at most, and no less than {least} under {search.result.best.plan.schedule}"
         simulated = search.refined.get(change.name.removeprefix("schedule "))
         if simulated is not None and change.step is not None and change.step < usual:
             effect += f", but {by_simulation(simulated.step)}"
         yield f"what if: {change.name}: {effect}"
+
+
+def _compared(step: float, usual: float, alone: str) -> str:
+    """Compare a step with the usual one. Beside packs that were taken it says which plan has that: `alone`."""
+    effect = compare(step, usual)
+    return f"{effect} {'as' if effect == AS_LONG else 'than'} {alone}" if alone else effect
 
 
 def _bound(search: Search) -> str:

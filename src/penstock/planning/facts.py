@@ -35,7 +35,7 @@ from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.simulator.forecast import binding
 from penstock.passes.training.update_on import UpdateOnOptions
 
-from .choice import RUN, Contribution, Objective, Search, compare, passed_over
+from .choice import AS_LONG, RUN, Contribution, Objective, Search, compare, passed_over
 from .hints import stage_starts
 from .predict import Predicted
 
@@ -210,7 +210,7 @@ def planner_facts(search: Search) -> dict[str, Any]:
     formulas was not taken, if there is one. Where packs were taken, figures of formulas are those of the best plan with
     one stage on a device, and `formulas_of` is its schedule."""
     chosen = search.chosen
-    other = compare(search.result.outcomes[chosen.plan.schedule].step, chosen.step) != "the same"
+    other = compare(search.result.outcomes[chosen.plan.schedule].step, chosen.step) != AS_LONG
     return {
         "step_s": chosen.step,
         "bound_s": chosen.bound,
