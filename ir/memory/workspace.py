@@ -2,8 +2,8 @@
 
 In: a graph, fused or not. Out: their sizes in bytes.
 
-Values live from the kernel that makes them to the last one that reads them. The operand of a collective lives until the
-first kernel that reads the result. Inside a kernel, and for operations computed where they are read, nothing is stored.
+Values live from the kernel that makes them to the last one that reads them. The operand of a collective lives until it
+is waited for: just before the first kernel that reads the result, or else at the end. Inside a kernel, and for operations computed where they are read, nothing is stored.
 Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables, inputs
 and results have memory elsewhere. A block is used again for a later value of the same element type: the smallest free
 one that is large enough and at most FAR times too large, else the largest smaller one, which grows. That is what TVM's
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,22 +77,28 @@ def _planned(graph: Graph) -> list[int]:
     outside = {v.name for values in (graph.ins, graph.results, buffers) for v in values}
     reads = [_reads(kernel, makers) for kernel in kernels]
     order = _order(graph, kernels, reads)
-    reads = _with_exchanged(kernels, order, reads)
-    last = {name: i for i, k in enumerate(order) for name in reads[k]}
+    waits = _waits(kernels, order, reads)
+    last = {name: i for i, k in enumerate(order) for name in (*waits[i], *reads[k])}
+    last |= dict.fromkeys(waits[-1], len(order))
     free: dict[str, list[_PlannedBlock]] = {}
     home: dict[str, tuple[_PlannedBlock, str]] = {}
     blocks: list[_PlannedBlock] = []
+
+    def release(names: Iterable[str], at: int) -> None:
+        for name in names:
+            if name in home and last[name] == at:
+                block, dtype = home.pop(name)
+                spare = free[dtype]
+                spare.insert(bisect_left(spare, block.bytes, key=lambda b: b.bytes), block)
+
     for i, k in enumerate(order):
+        release((name for name in waits[i] if name not in reads[k]), i)
         for op in kernels[k]:
             for value in op.outs:
                 if value.name not in outside and last.get(value.name, -1) > i:
                     dtype, size = value.type.dtype, value.type.nbytes
                     home[value.name] = _reused(free.setdefault(dtype, []), size) or _added(blocks, size), dtype
-        for name in reads[k]:
-            if name in home and last[name] == i:
-                block, dtype = home.pop(name)
-                spare = free[dtype]
-                spare.insert(bisect_left(spare, block.bytes, key=lambda b: b.bytes), block)
+        release(reads[k], i)
     return [block.bytes for block in blocks]
 
 
@@ -148,20 +154,14 @@ def _reads(kernel: Sequence[Op], inline: dict[str, Op]) -> dict[str, None]:
     return loaded
 
 
-def _with_exchanged(
-    kernels: Sequence[Sequence[Op]], order: Sequence[int], reads: Sequence[dict[str, None]]
-) -> list[dict[str, None]]:
-    """Return what kernels read, where the first reader of a collective's result reads its operand, too: there it is
-    waited for."""
+def _waits(
+    kernels: Sequence[Sequence[Op]], order: Sequence[int], reads: Sequence[Mapping[str, None]]
+) -> list[list[str]]:
+    """Return the operands of the collectives that are waited for before each kernel in order, and last those that are
+    at the end."""
     waiting = {k[0].outs[0].name: k[0].ins[0].name for k in kernels if k[0].kind in EXCHANGES}
-    if not waiting:
-        return list(reads)
-    longer = [dict(read) for read in reads]
-    for k in order:
-        for name in reads[k]:
-            if name in waiting:
-                longer[k][waiting.pop(name)] = None
-    return longer
+    before = [[waiting.pop(name) for name in reads[k] if name in waiting] for k in order]
+    return [*before, [*waiting.values()]]
 
 
 def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[Mapping[str, None]]) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 import penstock as ps
 from penstock.ir.graph import Graph, Module
 from penstock.ir.memory.workspace import planned_blocks
+from penstock.ir.ops import EXCHANGES
 from penstock.models import write_cnn, write_gpt
 
 
@@ -22,6 +23,15 @@ def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         write_cnn(path, channels=(1, 4, 8), classes=5, size=12, batch=2)
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=2)
     return ps.plan(ps.from_onnx(path), ps.Cluster.local(2), training).module
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Module:
+    """A model whose ranks meet in every block, where what one sends is in memory until the others have it."""
+    path = tmp_path_factory.mktemp("model") / "m.onnx"
+    model = ps.from_onnx(write_gpt(path, layers=3, width=16, heads=2, vocab=24, positions=8, batch=2))
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=4, clip=0.5)
+    return ps.plan(model, ps.Cluster.local(8), training, mesh="tp=2", shard=("preset:megatron",)).module
 
 
 def by_tvm(graph: Graph) -> list[int]:
@@ -56,3 +66,10 @@ def test_other_kernels_have_other_blocks(module: Module) -> None:
     graph = module.graphs["s0.B"]
     apart = replace(graph, ops=tuple(op.with_attrs(kernel=None) for op in graph.ops))
     assert sum(ours(apart)) > sum(by_tvm(graph))
+
+
+def test_what_a_collective_sends_is_used_again_once_it_is_waited_for(split: Module) -> None:
+    meeting = [graph for graph in split.graphs.values() if any(op.kind in EXCHANGES for op in graph.ops)]
+    assert meeting
+    for graph in split.graphs.values():
+        assert ours(graph) == by_tvm(graph)
