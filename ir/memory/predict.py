@@ -11,17 +11,18 @@ What is counted, of all stages of a rank together:
                  stage on a GPU, the buffers on the device that copies and messages go through (passages.py); what
                  saved sets go through on their way to another space (saved_sets.py)
     workspace    temporaries inside one graph (workspace.py), and blocks that are free at the moment
-After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W what B has yet
-to send, then nothing: the runtime does the same.
+After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, and after W what B
+has yet to send. Then it holds nothing. The runtime does the same.
 
 Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly
 that size. So what it holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of
 received values and of inputs is used again in the same way. Receives are posted ahead, and have their memory from then
 on; on a GPU it is pinned memory of the host, which is not counted, until they have come. What is sent stays until the
 next send of its channel, small messages until there are a few of them. Values that share a message (ir/messages.py) are
-one block. Known limits: scratch memory inside kernels and rounding to pages need more. The interpreter and its
-libraries are not counted: a worker measures them before it loads its variables. `planned_account` is exact, block by
-block and action by action, but for receives of batches that a program has yet to give.
+one block. Known limits: scratch memory inside kernels and rounding to pages need more. So do copies of variables that a
+graph changes before it last needs what it read, such as the 8 bytes of `step` in updates of --zero. The interpreter and
+its libraries are not counted: a worker measures them before it loads its variables. `planned_account` is exact, block
+by block and action by action, but for such copies and for receives of batches that a program has yet to give.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 In: a graph, fused or not. Out: their sizes in bytes.
 
 Values live from the kernel that makes them to the last one that reads them. The operand of a collective lives until it
-is waited for: just before the first kernel that reads the result, or else at the end. Inside a kernel, and for operations computed where they are read, nothing is stored.
-Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables, inputs
-and results have memory elsewhere. A block is used again for a later value of the same element type: the smallest free
-one that is large enough and at most FAR times too large, else the largest smaller one, which grows. That is what TVM's
-planner does (StaticPlanBlockMemory), and blocks are held until the call ends.
+is waited for: just before the first kernel that reads the result, or else at the end. Inside a kernel, and for
+operations computed where they are read, nothing is stored. Kernels run in the order the back end runs them in: as early
+as the last of their operations allows. Variables, inputs and results have memory elsewhere. A block is used again for a
+later value of the same element type: the smallest free one that is large enough and at most FAR times too large, else
+the largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory), and blocks are held until
+the call ends. Known limit: copies that the back end makes of variables, which a graph changes before it last needs what
+it read, are not counted.
 """
 
 from __future__ import annotations
