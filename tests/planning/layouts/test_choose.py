@@ -12,14 +12,16 @@ import pytest
 
 import penstock as ps
 from penstock.commands import parser as cli
-from penstock.ir.cluster.cluster import OTHER_HOST, Cluster, Device, LinkClass
+from penstock.ir.cluster.cluster import OTHER_HOST, SAME_HOST, Cluster, Device, LinkClass
 from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.ops import EXCHANGES
 from penstock.ir.text import print_module
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.passes.sharding.presets import PRESETS
-from penstock.planning.layouts.choose import CHOSEN
+from penstock.planning.layouts.choose import CHOSEN, IN_BLOCKS, layout_model
+from penstock.planning.layouts.search import best_options
 from penstock.planning.offloading.choose import needs_of
+from penstock.planning.options import PlanOptions
 from penstock.support.errors import DoesNotFit, UsageError
 
 TRAINING = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1), microbatches=2)
@@ -72,6 +74,33 @@ def test_the_programme_finds_what_no_preset_has(tmp_path: Path) -> None:
     model = ps.from_onnx(WRITERS["gpt"](tmp_path / "model.onnx"))
     text = note(ps.plan(model, hosts(8, *FAST), TRAINING, mesh="tp=8", shard="auto"))
     assert text.startswith(f"layouts chosen by simulation: {CHOSEN}, ")
+
+
+def one_host(count: int) -> Cluster:
+    devices = tuple(Device(f"cpu:{i}", flops=5e10, bandwidth=1e10) for i in range(count))
+    return Cluster(devices, classes=(LinkClass(SAME_HOST, 7e9, 2e-5),))
+
+
+def test_what_is_outside_of_blocks_may_stay_open(tmp_path: Path) -> None:
+    """A split embedding gives its layout to the gradients of all layers, which the programme does not know."""
+    path = write_gpt(tmp_path / "model.onnx", layers=4, width=64, heads=4, vocab=128, positions=32, batch=2)
+    model, training = ps.from_onnx(path), ps.Training(loss="cross_entropy")
+    choices = layout_model(model, one_host(4), training, PlanOptions(mesh="a=2,b=2", shard=("auto",)))
+    options = best_options(choices.costs()).options
+    assert options is not None
+
+    def plan(*shard: str) -> ps.Plan:
+        return ps.plan(model, one_host(4), training, mesh="a=2,b=2", shard=shard)
+
+    chosen, none = plan("auto"), plan("none")
+    assert f": {CHOSEN}{IN_BLOCKS}, " in note(chosen)
+    assert chosen.predicted.step < 0.75 * none.predicted.step
+    blocks = choices.texts(options, open_outside=True)
+    assert any("@h.3." in text for text in blocks)
+    assert not any("wte" in text or "wpe" in text for text in blocks)
+    # Control: with all layouts of the programme, the model takes longer than with none.
+    assert set(choices.texts(options)) - set(blocks)
+    assert plan(*choices.texts(options)).predicted.step > none.predicted.step
 
 
 @pytest.mark.parametrize("link", [FAST, (1.25e8, 1e-5)])

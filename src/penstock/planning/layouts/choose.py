@@ -5,6 +5,9 @@ no layouts at all, each preset that the model and the mesh have, and the layouts
 over the costs of the model (costs.py). All passes plan each of them, and the simulator says its seconds. So the plan is
 never slower than one without layouts, or than one of a preset, by the planner's own account.
 
+Each solution of the programme is tried a second time, with what is in no repeated block left open. The programme
+assumes that a gradient lies as its value. In fact a split embedding may give its layout to the gradients of all layers.
+
 Where devices have a limit of memory, the integer programme is solved without it, and for that much and less. On meshes
 of more axes than two it splits over those two that have most devices.
 """
@@ -43,6 +46,7 @@ _ROOMS = (1.0, 0.85, 0.7, 0.5)
 _MOST_AXES = 2
 _DEFAULTS = PlanOptions(shard=(AUTO,))
 CHOSEN = "layouts of the programme"
+IN_BLOCKS = " in repeated blocks alone"
 
 
 def asks_for_layouts(options: PlanOptions) -> bool:
@@ -104,8 +108,8 @@ class _Trials:
         self._try(NONE, (NONE,))
         for preset in PRESETS:
             self._try(PRESET + preset, (PRESET + preset,))
-        for number, texts in enumerate(self._searched()):
-            self._try(CHOSEN if not number else f"{CHOSEN} for less memory, {number}", texts or (NONE,))
+        for name, texts in self._searched():
+            self._try(name, texts or (NONE,))
 
     def best(self) -> tuple[str, Plan]:
         """Return the fastest plan with its name, the first of several."""
@@ -143,17 +147,24 @@ class _Trials:
         options, shown = replace(self.options, shard=texts), self.feedback.of_trial(f"--shard auto: {name}")
         return plan_model(self.model, cluster, self.training, options, shown, self.head)
 
-    def _searched(self) -> Iterator[tuple[str, ...]]:
-        """Yield layouts that the integer programme finds: without a limit of memory, and within parts of it."""
+    def _searched(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield layouts that the integer programme finds, with names: without a limit of memory, and within parts of
+        it. Each comes a second time with what is in no repeated block left open."""
         whole = self.plans.get(NONE) or self._made(NONE, (NONE,), _unlimited(self.cluster))
         model = LayoutModel(self.head.module, _largest(self.sizes), _prices(whole.module, self.training))
-        room, tried = _room(whole.module, self.cluster), set[tuple[int, ...]]()
+        room, solved, tried = _room(whole.module, self.cluster), set[tuple[int, ...]](), set[tuple[str, ...]]()
         costs = model.costs()
         for limit in (inf, *(part * room for part in _ROOMS if room < inf)):
             options = best_options(replace(costs, room=limit)).options
-            if options is not None and options not in tried:
-                tried.add(options)
-                yield model.texts(options)
+            if options is None or options in solved:
+                continue
+            name = CHOSEN if not solved else f"{CHOSEN} for less memory, {len(solved)}"
+            solved.add(options)
+            full, blocks = model.texts(options), model.texts(options, open_outside=True)
+            for each, texts in ((name, full), (name + IN_BLOCKS, blocks)):
+                if texts not in tried and (texts or each == name):
+                    tried.add(texts)
+                    yield each, texts
 
 
 def layout_model(model: Model, cluster: Cluster, training: Training | None, options: PlanOptions) -> LayoutModel:

@@ -191,6 +191,10 @@ class LayoutModel:
         reads = [op for op in self.members[choice] if isinstance(op, Op) and op.kind == "read"]
         return list({op.var: op for op in reads}.values())
 
+    def _is_repeated(self, choice: int) -> bool:
+        """Return whether a choice stands for several operations, where reads of one variable count as one."""
+        return len(self._reads(choice) or self.members[choice]) > 1
+
     @staticmethod
     def _key_of(member: Op | Value) -> str:
         return member.name if isinstance(member, Value) else f"op {id(member)}"
@@ -317,11 +321,14 @@ class LayoutModel:
 
     # ------------------------------------------------------------------------------------------ layouts
 
-    def texts(self, options: Sequence[int]) -> tuple[str, ...]:
-        """Return the layouts of variables, inputs and values as texts, with an option for each choice."""
+    def texts(self, options: Sequence[int], open_outside: bool = False) -> tuple[str, ...]:
+        """Return the layouts of variables, inputs and values as texts, with an option for each choice. `open_outside`
+        leaves out those of choices that are in no repeated block."""
         texts: dict[str, None] = {}
         for choice, option in enumerate(options):
             way = self.ways[choice][option]
+            if open_outside and not self._is_repeated(choice):
+                continue
             for member in self.members[choice]:
                 if isinstance(member, Value):
                     named = [("%" + member.name, way.gives[0])] if way.gives[0] != member.type.plain else []
