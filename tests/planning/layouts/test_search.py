@@ -90,7 +90,11 @@ def test_the_same_costs_have_the_same_answer() -> None:
         ("xabcabcabcy", [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 10]),
         # Blocks of two kinds, one behind the other; what is left of a block at the end is alike, too.
         ("ababaqrsqrs", [0, 1, 0, 1, 0, 5, 6, 7, 5, 6, 7]),
-        ("aaaa", [0, 0, 0, 0]),
+        ("aaa", [0, 0, 0]),
+        # From four blocks on, every second one is alike; their number may be odd.
+        ("aaaa", [0, 1, 0, 1]),
+        ("xababababay", [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 10]),
+        ("xababababaaby", [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 10, 11, 12]),
     ],
 )
 def test_blocks_that_follow_each_other_are_alike(marks: str, expected: list[int]) -> None:

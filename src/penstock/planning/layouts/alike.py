@@ -2,7 +2,8 @@
 
 In: the operations of a graph in order. Out: a number for each, the same for those that stand at one place of equal
 blocks. Operations are equal where kind, types and attributes are, and their operands come from as many operations
-before. The longest run of blocks is found first, then those in front of it and behind it.
+before. The longest run of blocks is found first, then those in front of it and behind it. Where there are four blocks
+or more, every second one is alike, so that neighbours may differ: a split by columns, then one by rows.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def places_in_blocks(marks: Sequence[int]) -> list[int]:
         period, start, length = _longest(array[first:last])
         if not length:
             continue
+        if length >= 3 * period:
+            # Two blocks count as one; each still comes twice at least.
+            period, length = 2 * period, length - period
         begin, end = first + start, first + start + length + period
         for i in range(begin + period, end):
             places[i] = places[i - period]
