@@ -21,7 +21,7 @@ from penstock.ir.graph import BUFFER, CACHE, PARAM, REPLICAS, Module
 from penstock.ir.sharding.splits import UNSPLIT, Split
 from penstock.ir.types import TensorType, are_blocks
 from penstock.support.errors import UsageError
-from penstock.support.words import counted, itemised, meant
+from penstock.support.words import MOST_ITEMS, counted, itemised, meant
 
 # A layout by dimension: None is free.
 Layout = tuple[Split | None, ...]
@@ -100,7 +100,7 @@ def parse_given(texts: Iterable[str]) -> list[GivenLayout]:
         else:
             layouts.append(GivenLayout(pattern.strip(), tuple(map(_split, words)), text))
     if problems:
-        raise UsageError("cannot read these layouts:" + itemised(problems))
+        raise UsageError("cannot read these layouts:" + itemised(problems, MOST_ITEMS))
     return layouts
 
 
@@ -148,7 +148,7 @@ def chosen_layouts(
         chosen |= dict.fromkeys(free, entry.layout)
         problems += [f"{entry.text!r}: {_listed(names)}: {what}" for what, names in misfits.items()]
     if problems:
-        raise UsageError("cannot lay tensors out like this:" + itemised(problems))
+        raise UsageError("cannot lay tensors out like this:" + itemised(problems, MOST_ITEMS))
     return chosen
 
 

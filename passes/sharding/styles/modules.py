@@ -22,7 +22,7 @@ from penstock.ir.graph import PARAM, Graph, Module, Op, Value
 from penstock.ir.ops import OPS
 from penstock.ir.types import TensorType
 from penstock.support.errors import UsageError
-from penstock.support.words import counted, itemised
+from penstock.support.words import MOST_ITEMS, counted, itemised
 
 from .torch_styles import COLWISE, ROWWISE
 
@@ -63,7 +63,7 @@ def about_tensors(module: Module, graph: Graph, texts: Sequence[str]) -> list[st
         except _DoesNotApply as error:
             problems.append(f"{text!r}: {error}")
     if problems:
-        raise UsageError("cannot lay modules out like this:" + itemised(problems))
+        raise UsageError("cannot lay modules out like this:" + itemised(problems, MOST_ITEMS))
     return list(expanded)
 
 

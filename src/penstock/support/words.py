@@ -55,9 +55,15 @@ def meant(name: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
-def itemised(problems: Iterable[str]) -> str:
-    """Return each problem on a line, to stand below a heading."""
-    return "".join(f"\n  - {problem}" for problem in problems)
+# Layouts for a whole model may have the same problem for each of its tensors.
+MOST_ITEMS = 20
+
+
+def itemised(problems: Iterable[str], most: int | None = None) -> str:
+    """Return each problem on a line, to stand below a heading: all, or so many of them and the number of the rest."""
+    listed = [*problems]
+    rest = len(listed[most:]) if most is not None else 0
+    return "".join(f"\n  - {problem}" for problem in listed[:most]) + (f"\n  - and {rest} more" if rest else "")
 
 
 def visible(text: str) -> str:

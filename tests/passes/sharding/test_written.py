@@ -61,6 +61,19 @@ def test_names_may_have_colons_and_signs() -> None:
         chosen("@v=[/tp]")
 
 
+@pytest.mark.parametrize("form", ["w{}=[_,tp]", "w{}=[_,/tp]", "w{}=Colwise/tp"])
+def test_an_error_lists_twenty_layouts_and_counts_the_rest(form: str) -> None:
+    model = ps.from_torch(nn.Linear(4, 4), (torch.zeros(4, 4),))
+
+    def lines(count: int) -> list[str]:
+        with pytest.raises(UsageError) as error:
+            ps.plan(model, ps.Cluster.local(2), mesh="tp=2", shard=[form.format(i) for i in range(count)])
+        return [line for line in str(error.value).splitlines() if line.startswith("  - ")]
+
+    assert lines(50) == [*lines(20), "  - and 30 more"]
+    assert len(lines(20)) == 20
+
+
 def test_presets_and_several_axes_are_read(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text('presets = ["megatron"]\n[layouts]\n"x" = "[?,_]"\n')

@@ -114,21 +114,33 @@ class _Trials:
     def best(self) -> tuple[str, Plan]:
         """Return the fastest plan with its name, the first of several."""
         if not self.plans:
-            raise self.refused[NONE]
+            raise self._nothing_fits()
         name = min(self.plans, key=lambda name: self.plans[name].predicted.step)
         return name, self.plans[name]
+
+    def _nothing_fits(self) -> DoesNotFit:
+        """Return the error of no layouts, which says that others were tried."""
+        error = self.refused[NONE]
+        assert isinstance(error, DoesNotFit)
+        what = f"{error.what}\n  --shard auto tried other layouts, too{self._left_out()}"
+        return DoesNotFit(what, where=error.where, hint=error.hint, excess=error.excess, needs=error.needs)
+
+    def _left_out(self) -> str:
+        """Say which layouts do not fit, and why those of the programme are refused otherwise."""
+        short = [name for name, error in self.refused.items() if isinstance(error, DoesNotFit)]
+        odd = {name: str(error).splitlines()[0] for name, error in self.refused.items() if name.startswith(CHOSEN)}
+        return (f"; into memory do not fit: {', '.join(short)}" if short else "") + "".join(
+            f"; {name} are refused: {why}" for name, why in odd.items() if name not in short
+        )
 
     def note(self, chosen: str) -> str:
         """Say what was chosen, and what the others take."""
         steps = {name: shown_seconds(plan.predicted.step) for name, plan in self.plans.items()}
         others = [f"{name} {step}" for name, step in steps.items() if name != chosen]
-        short = [name for name, error in self.refused.items() if isinstance(error, DoesNotFit)]
-        odd = {name: str(error).splitlines()[0] for name, error in self.refused.items() if name.startswith(CHOSEN)}
         return (
             f"layouts chosen by simulation: {chosen}, {steps[chosen]} per batch"
             + (f"; {', '.join(others)}" if others else "")
-            + (f"; into memory do not fit: {', '.join(short)}" if short else "")
-            + "".join(f"; {name} are refused: {why}" for name, why in odd.items() if name not in short)
+            + self._left_out()
         )
 
     def _try(self, name: str, texts: tuple[str, ...]) -> None:
@@ -151,11 +163,14 @@ class _Trials:
         """Yield layouts that the integer programme finds, with names: without a limit of memory, and within parts of
         it. Each comes a second time with what is in no repeated block left open."""
         whole = self.plans.get(NONE) or self._made(NONE, (NONE,), _unlimited(self.cluster))
+        progress = self.feedback.of_trial(f"--shard auto: {CHOSEN}").progress
+        if progress is not None:
+            progress(0, 1, "costs of layouts")
         model = LayoutModel(self.head.module, _largest(self.sizes), _prices(whole.module, self.training))
         room, solved, tried = _room(whole.module, self.cluster), set[tuple[int, ...]](), set[tuple[str, ...]]()
         costs = model.costs()
         for limit in (inf, *(part * room for part in _ROOMS if room < inf)):
-            options = best_options(replace(costs, room=limit)).options
+            options = best_options(replace(costs, room=limit), progress=progress).options
             if options is None or options in solved:
                 continue
             name = CHOSEN if not solved else f"{CHOSEN} for less memory, {len(solved)}"
