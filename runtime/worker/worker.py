@@ -14,7 +14,6 @@ import gc
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -77,6 +76,7 @@ from penstock.runtime.transport.overdue import Overdue
 from penstock.runtime.transport.transport import RankTransport
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from penstock.support.out_of_memory import is_out_of_memory
+from penstock.support.terminal import say
 
 from .evaluation import evaluate
 from .executor import Conduct, Executor
@@ -285,7 +285,7 @@ class Worker:
             for graph, reason in stage.program.uncaptured().items():
                 if (graph, reason) not in self._said:
                     self._said.add((graph, reason))
-                    print(f"{graph} is launched kernel by kernel: {reason}", file=sys.stderr, flush=True)
+                    say(f"{graph} is launched kernel by kernel: {reason}")
         if self.executor.events is not None:
             blocks = () if self.executor.ledger is None else self.executor.ledger.taken()
             collectives = tuple(self.exchange.events or ())
