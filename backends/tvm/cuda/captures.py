@@ -148,9 +148,9 @@ class Captures:
         import torch  # lazy: heavy
 
         self._machine, self._device, self._direct = machine, device, direct
-        made = {value.name for graph in graphs for value in signature(graph).results}
-        taken = {value.name for graph in graphs for value in signature(graph).ins}
-        self._calls = {graph.name: _calls_of(graph, made, taken) for graph in graphs}
+        results = {value.name for graph in graphs for value in signature(graph).results}
+        inputs = {value.name for graph in graphs for value in signature(graph).ins}
+        self._calls = {graph.name: _calls_of(graph, results, inputs) for graph in graphs}
         self._updates = {graph.name for graph in graphs if graph_kind(graph.name) == UPDATE}
         # The updates that have to come before anything is captured.
         self._ahead = set(self._updates)
@@ -164,11 +164,11 @@ class Captures:
         """Return why graphs are launched kernel by kernel, for those of which a call was refused, or which have had
         many calls and no captured one."""
         rare = {name: calls.note for name, calls in self._calls.items() if calls.direct > _MOST and not calls.captured}
-        told = {name: reason for name, calls in self._calls.items() if (reason := calls.reason or rare.get(name))}
-        numbers = {name: n for name, n in self.numbers().items() if n}
-        return {
-            name: f"beside {numbers[name]} captured calls, {r}" if name in numbers else r for name, r in told.items()
-        }
+        reasons = {name: reason for name, calls in self._calls.items() if (reason := calls.reason or rare.get(name))}
+        numbers = self.numbers()
+        for name in filter(numbers.get, reasons):
+            reasons[name] = f"beside {numbers[name]} captured calls, {reasons[name]}"
+        return reasons
 
     def numbers(self) -> dict[str, int]:
         """Return how many captured calls each graph has."""
@@ -319,13 +319,13 @@ def never_captured(graph: Graph) -> str:
     return "its collectives wait for other ranks" if next(iter(calls_of(graph)), None) is not None else ""
 
 
-def _calls_of(graph: Graph, made: set[str], taken: set[str]) -> _Calls:
+def _calls_of(graph: Graph, results: set[str], inputs: set[str]) -> _Calls:
     import torch  # lazy: heavy
 
     sig, of_slots = signature(graph), slot_types(graph)
     types = [*(value.type for value in sig.ins), *(of_slots[slot] for slot in sig.slots)]
-    inner = frozenset(place for place, value in enumerate(sig.ins) if value.name in made)
-    small = (value.name not in taken and value.type.nbytes <= _SMALL for value in sig.results)
+    inner = frozenset(place for place, value in enumerate(sig.ins) if value.name in results)
+    small = (value.name not in inputs and value.type.nbytes <= _SMALL for value in sig.results)
     copied = frozenset(place for place, each in enumerate(small) if each)
     dtypes, shapes = [getattr(torch, LONG_NAMES[t.dtype]) for t in types], [t.dims for t in types]
     return _Calls(graph, dtypes, shapes, inner, copied, never_captured(graph), inputs=len(sig.ins))

@@ -60,10 +60,10 @@ MOST_ITEMS = 20
 
 
 def itemised(problems: Iterable[str], most: int | None = None) -> str:
-    """Return each problem on a line, to stand below a heading: all, or so many of them and the number of the rest."""
+    """Return each problem on a line, to stand below a heading: all, or so many of them and the number of the others."""
     listed = [*problems]
-    rest = len(listed[most:]) if most is not None else 0
-    return "".join(f"\n  - {problem}" for problem in listed[:most]) + (f"\n  - and {rest} more" if rest else "")
+    others = len(listed[most:]) if most is not None else 0
+    return "".join(f"\n  - {problem}" for problem in listed[:most]) + (f"\n  - and {others} more" if others else "")
 
 
 def visible(text: str) -> str:
