@@ -53,6 +53,7 @@ class Hosts:
         self.names = list(names)
         self._prefix = f"ps{secrets.token_hex(3)}"
         self._spaces: list[str] = []
+        self._started: list[subprocess.Popen[str]] = []
         self._shaped = False
         self._handler: Any = None
 
@@ -83,6 +84,10 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         problems = []
+        # One that was just started need not be in its namespace yet.
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
         for space in reversed(self._spaces):
             try:
                 kill(_pids(space))
@@ -106,7 +111,7 @@ class Hosts:
         """Start a process on a host; its number is that of the command."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[host], *command]
         inside = ["ip", "netns", "exec", self._spaces[host + 1], *named]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             inside,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -115,6 +120,8 @@ class Hosts:
             start_new_session=session,
             text=True,
         )
+        self._started.append(process)
+        return process
 
     def cut(self, host: int) -> None:
         _ip("-n", self._spaces[0], "link", "set", f"port{host}", "nomaster")
