@@ -83,7 +83,12 @@ class Placement:
     @property
     def gap(self) -> float:
         """The most that the value can be above the optimum, as a part of the value."""
-        return max(0.0, (self.value - self.bound) / self.value) if self.value > 0 else 0.0
+        return gap_between(self.value, self.bound)
+
+
+def gap_between(value: float, bound: float) -> float:
+    """Return how far a value is above a bound, as a part of the value."""
+    return max(0.0, (value - bound) / value) if value > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

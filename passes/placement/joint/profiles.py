@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from penstock.passes.placement.problem import gap_between
+
 
 @dataclass(frozen=True, slots=True)
 class LayerOption:
@@ -113,7 +115,7 @@ class JointPlan:
     @property
     def gap(self) -> float:
         """The most that the value can be above the optimum, as a part of the value."""
-        return max(0.0, (self.value - self.bound) / self.value) if self.value > 0 else 0.0
+        return gap_between(self.value, self.bound)
 
 
 def stage_costs(problem: JointProblem, stages: Sequence[JointStage]) -> list[StageCost]:
