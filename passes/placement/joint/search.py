@@ -6,14 +6,18 @@ a set whose stages' data parallel degrees add up to s. The stage that is put bef
 it has in flight from its own degree and s. Of two degrees the larger is of use only where it allows a larger s. A set
 is dropped where the remaining layers need more devices than are left.
 
+It begins with the best of some plans whose stages have equal degrees and about the same work, which is what an early
+interrupt leaves.
+
 Where more than `LIMIT` sets are closed, only those along some linear orders of the layers are tried. The bound is then
 the work spread over all devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil, inf
 
 import numpy as np
@@ -33,6 +37,8 @@ CLOSE = 1e-7
 # Where so small a part is left between what is possible and what is not, any better plan is asked for. The first
 # question is so much above the bound.
 _NEAR, _FIRST = 0.002, 0.02
+# The most plans to begin with.
+_BEGUN = 8
 # The numbers in tables of borders, 16 bytes for each.
 _MOST_NUMBERS = 1 << 26
 _SHOWN = 8
@@ -106,7 +112,7 @@ class _Search:
         self.bound = self.assumed = float(self.tables.work[-1]) / problem.devices
 
     def best(self, notes: tuple[str, ...]) -> JointPlan:
-        stages = self._one_stage()
+        stages = self._begin()
         try:
             if stages is None:
                 stages = self._within(inf)
@@ -133,17 +139,39 @@ class _Search:
         bound = self.value if close else min(self.value, self.bound)
         return JointPlan(self.problem, tuple(stages), self.value, bound, notes)
 
-    def _one_stage(self) -> list[JointStage] | None:
-        """Return the best plan of one stage: something to begin with."""
-        plans: list[tuple[float, int, list[JointStage]]] = []
-        last = len(self.tables.sets) - 1
+    def _begin(self) -> list[JointStage] | None:
+        """Return the best of some plans whose stages have equal degrees and about the same work: something to begin
+        with."""
+        rows: list[tuple[float, int, int, list[int]]] = []
         for t in self.problem.tensor_degrees:
             for d in self.problem.data_degrees:
-                possible = t * d <= self.problem.devices and np.isfinite(self.tables.least(t, d)[last, 0])
-                if possible and self.tables.room_for(last, 0, t):
-                    stages = [JointStage(t, d, self.tables.chosen(last, 0, t, d, 1))]
-                    plans.append((check_plan(self.problem, stages), len(plans), stages))
+                most = min(self.problem.devices // (t * d), self.problem.microbatches // d)
+                least = self.tables.least(t, d) if most else None
+                for count in (2**k for k in range(most.bit_length())):
+                    sets = self._even_sets(count)
+                    if least is not None and sets and all(self._fits(t, i, *pair) for i, pair in _stages(sets)):
+                        rows.append((max(float(least[u, w]) for _, (u, w) in _stages(sets)), t, d, sets))
+        plans = []
+        for number, (bound, t, d, sets) in enumerate(sorted(rows, key=lambda row: row[0])[:_BEGUN]):
+            if bound < inf:
+                stages = [JointStage(t, d, self.tables.chosen(u, w, t, d, i)) for i, (u, w) in _stages(sets)][::-1]
+                plans.append((check_plan(self.problem, stages), number, stages))
         return min(plans)[2] if plans else None
+
+    def _fits(self, t: int, in_flight: int, u: int, w: int) -> bool:
+        return self.tables.room_for(u, w, t) >= in_flight
+
+    def _even_sets(self, count: int) -> list[int]:
+        """Return sets of which each holds the one before, from none to all layers, with about the same work between
+        them; nothing where there are too few."""
+        work, places = self.tables.work, [0]
+        for i in range(1, count):
+            apart = np.where(self.tables.inside[:, places[-1]], np.abs(work - work[-1] * i / count), inf)
+            apart[-1] = inf
+            places.append(int(apart.argmin()))
+            if apart[places[-1]] == inf:
+                return []
+        return [*places, len(work) - 1]
 
     def _questions(self) -> Iterator[float]:
         """Yield times to ask for, until what is possible and what is not are close.
@@ -238,6 +266,13 @@ class _Search:
             stages.append(JointStage(t, d, self.tables.chosen(u, w, t, d, -(-s // d))))
             u, s, here = w, s - d, fewest[w]
         return stages
+
+
+def _stages(sets: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield the stages between sets, the last stage first: the microbatches in flight of equal degrees, and both
+    sets, the larger one first."""
+    for i, (smaller, larger) in enumerate(pairwise(sets)):
+        yield i + 1, (larger, smaller)
 
 
 def _first(counts: Counts, s: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -12,7 +13,14 @@ import pytest
 
 from penstock.passes.placement.joint import search, stages
 from penstock.passes.placement.joint.options import Choice, choose
-from penstock.passes.placement.joint.profiles import JointPlan, JointProblem, LayerProfile, check_plan
+from penstock.passes.placement.joint.profiles import (
+    JointPlan,
+    JointProblem,
+    JointStage,
+    LayerOption,
+    LayerProfile,
+    check_plan,
+)
 from penstock.passes.placement.joint.reading import read_profiles
 from penstock.passes.placement.joint.search import plan_jointly
 from penstock.passes.placement.workload import load_json
@@ -84,16 +92,46 @@ def test_tables_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) 
         plan_jointly(draw_joint_problem(3))
 
 
-def test_an_interrupt_in_the_first_pass_leaves_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = replace(draw_joint_problem(3), memory=1e6)
-
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: object, within: float, hopeful: bool = False) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search._Search, "_within", interrupted)
+
+
+def test_an_interrupt_in_the_first_pass_leaves_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch)
+    for seed in (3, 5, 8, 13):
+        problem = replace(draw_joint_problem(seed), memory=1e6)
+        plan = plan_jointly(problem)
+        assert plan.bound <= try_all_plans(problem) <= plan.value == check_plan(problem, plan.stages) < inf
+
+
+def chain(layers: int, devices: int, seed: int, parameters: float) -> JointProblem:
+    """Draw a long chain without tensor parallelism."""
+    rng = random.Random(seed)
+    each = tuple(
+        LayerProfile(f"layer {v}", {1: (LayerOption("", rng.uniform(1, 2), parameters, 1.0, 1.0, {}, {}),)})
+        for v in range(layers)
+    )
+    return JointProblem(devices, 1e6, 100.0, devices, each, {(v, v + 1): 1.0 for v in range(layers - 1)})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_early_interrupt_in_a_long_chain_leaves_even_stages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = chain(60, 8, seed, 1000.0)
+    best = plan_jointly(problem)
+    interrupt(monkeypatch)
     plan = plan_jointly(problem)
-    assert len(plan.stages) == 1
-    assert plan.bound <= try_all_plans(problem) <= plan.value < inf
+    assert plan.notes == ("interrupted: the best plan until then",)
+    assert len(plan.stages) == 8
+    assert best.value <= plan.value <= 1.1 * best.value
+    # Control: where stages are uneven, or there is one for all devices, it is not.
+    monkeypatch.setattr(search, "_BEGUN", 0)
+    with pytest.raises(KeyboardInterrupt):
+        plan_jointly(problem)
+    whole = [JointStage(1, 8, dict.fromkeys(range(60), ""))]
+    assert check_plan(problem, whole) > 1.5 * best.value
 
 
 def test_an_interrupt_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
