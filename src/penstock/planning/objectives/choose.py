@@ -2,7 +2,9 @@
 
 In: a model without a loss, a cluster, the objective. Out: a Plan with the `Search` that led to it. The planner is that
 of trainings, with the schedule forward: of one microbatch for latency, which is then the sum of stages and messages
-from input to output; of a run of many, one behind the other, for throughput. Stages have one device each.
+from input to output; of a run of many, one behind the other, for throughput. For latency stages have one device each.
+For throughput they may have several, which take turns with microbatches. A batch of the program then has so many
+microbatches that its shares are about those of the run.
 
 Both objectives are searched, so that a plan says what the other one would take. Where the passes refuse a plan for
 exact memory, plans for somewhat less memory follow, as in a training.
@@ -20,9 +22,10 @@ from penstock.ir.schedule_names import INFERENCE
 from penstock.passes.planner.argue import Result, plan_chain
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.fleet import fleet_of
-from penstock.passes.planner.plan import PipelinePlan, PlanRequest
+from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Outcome
 from penstock.passes.planner.profile import Profile, profile_chain
+from penstock.passes.schedules.dealing import fair_shares
 from penstock.planning.choice import RUN, Objective, Search, ServedPlan
 from penstock.planning.lengths.family import plan_family
 from penstock.planning.model import Model
@@ -40,7 +43,11 @@ _CHOSEN = (
     *("stages", "packs", "split_at", "split_by", "pin", "replicas", "devices", "shares", "mesh", "shard", "zero"),
     *("offload", "spill", "update_on"),
 )
-_COUNTS = {"latency": 1, "throughput": RUN}
+# The microbatches of each objective, and the most devices of a stage, where 0 is any number.
+_COUNTS = {"latency": (1, 1), "throughput": (RUN, 0)}
+# The most microbatches of a batch that are dealt to devices, and the part by which the slowest may take longer so than
+# in the run.
+_MOST_DEALT, _AS_GOOD = 32, 0.05
 
 
 def plan_for_objective(
@@ -61,7 +68,7 @@ def plan_for_objective(
     fastest = max(cluster.devices, key=lambda device: device.flops)
     size = microbatch_size(module)
     profile = profile_chain({size: module}, fastest, best_prices(), wire=options.wire, shared=cluster.is_shared)
-    results = {name: _searched(profile, cluster, size, count) for name, count in _COUNTS.items()}
+    results = {name: _searched(profile, cluster, size, *counts) for name, counts in _COUNTS.items()}
     result, refused = results[options.objective], dict[str, Exception]()
     too_large: dict[PipelinePlan, DoesNotFit] = {}
     for _, outcome, _ in tries(result, {INFERENCE: (result.best, [])}, {}, too_large):
@@ -94,14 +101,16 @@ def _check(training: Training | None, options: PlanOptions) -> None:
     ]
     if flags:
         raise UsageError(
-            f"{', '.join(flags)} with --objective {options.objective}: the planner chooses stages, of one device each",
+            f"{', '.join(flags)} with --objective {options.objective}: the planner chooses stages and their devices",
             hint="leave out one or the other",
         )
 
 
-def _searched(profile: Profile, cluster: Cluster, size: int, count: int) -> Result:
-    """Return the best plan of a run of so many microbatches."""
-    wanted = PlanRequest(size * count, (INFERENCE,), "none", (size,), replicas=1)
+def _searched(profile: Profile, cluster: Cluster, size: int, count: int, replicas: int) -> Result:
+    """Return the best plan of a run of so many microbatches, with at most so many devices of a stage; with one where
+    devices do not run the same code."""
+    codes = {(device.kind, device.target) for device in cluster.devices}
+    wanted = PlanRequest(size * count, (INFERENCE,), "none", (size,), replicas=replicas if len(codes) == 1 else 1)
     return plan_chain(profile.chain, fleet_of(cluster), wanted)
 
 
@@ -109,23 +118,50 @@ def _carried_out(
     plan: PipelinePlan, profile: Profile, model: Model, cluster: Cluster, options: PlanOptions, feedback: Feedback
 ) -> Plan:
     """Run all passes over a chosen plan."""
+    batch = max(options.microbatches, _dealt(plan))
     planned = replace(
         options,
         stages=len(plan.stages),
         split_at=[profile.starts[stage.first] for stage in plan.stages[1:]],
         devices=[[cluster.devices[i].name for i in stage.devices] for stage in plan.stages],
+        shares=[fair_shares(stage.shares, batch) for stage in plan.stages] if batch > 1 else (),
+        microbatches=batch,
         hints=False,
     )
     return plan_family(model, cluster, None, planned, feedback)
 
 
+def _dealt(plan: PipelinePlan) -> int:
+    """Return the fewest microbatches that can be dealt to the devices of each stage about as those of the run are."""
+
+    def longer(batch: int) -> float:
+        """Return how many times as long as in the run the slowest device takes."""
+        return max(
+            share / batch / (of_run / plan.count)
+            for stage in plan.stages
+            for share, of_run in zip(fair_shares(stage.shares, batch), stage.shares, strict=True)
+        )
+
+    least = max(len(stage.devices) for stage in plan.stages)
+    counts = range(least, max(least, _MOST_DEALT) + 1)
+    return next((n for n in counts if longer(n) <= 1 + _AS_GOOD), min(counts, key=longer))
+
+
 def _served(result: Result, outcome: Outcome) -> ServedPlan:
-    """Return what a plan takes by the formulas: one microbatch alone, and each of many."""
+    """Return what a plan takes by the formulas: one microbatch alone, on the slowest device of each stage, and each of
+    many."""
     table, fleet, base = result.planner.table(outcome.plan.size), result.fleet, result.wanted.base
+    plan = outcome.plan
 
-    def seconds(count: int) -> float:
-        stages = tuple(replace(stage, shares=(count,)) for stage in outcome.plan.stages)
-        return judge(table, fleet, replace(outcome.plan, count=count, stages=stages), base).step
+    def slowest(stage: StagePlan) -> int:
+        columns = {i: table.times(fleet.devices[i])[0] for i in stage.devices}
+        return max(columns, key=lambda i: float(columns[i][stage.last] - columns[i][stage.first]))
 
-    names = tuple(fleet.devices[stage.devices[0]].name for stage in outcome.plan.stages)
-    return ServedPlan(names, seconds(1), seconds(RUN) / RUN, outcome.bound, outcome.proven(result.wanted.tolerance))
+    single = tuple(replace(stage, devices=(slowest(stage),), shares=(1,)) for stage in plan.stages)
+    shares = tuple(replace(stage, shares=fair_shares(stage.shares, RUN)) for stage in plan.stages)
+    alone, run = (
+        judge(table, fleet, replace(plan, count=count, stages=stages), base).step
+        for count, stages in ((1, single), (RUN, shares))
+    )
+    names = tuple("+".join(fleet.devices[i].name for i in stage.devices) for stage in plan.stages)
+    return ServedPlan(names, alone, run / RUN, outcome.bound, outcome.proven(result.wanted.tolerance))
