@@ -76,13 +76,18 @@ def profile_chain(
     wire: str = "f32",
     shared: bool = False,
     updates_elsewhere: bool = False,
+    exchanged: Mapping[int, Mapping[str, Sequence[float]]] | None = None,
 ) -> Profile:
     """Profile `modules`, by samples per microbatch. Layers are of about the same time on `device`.
 
-    Float32 values travel as `wire`, and all through memory where it is `shared`. Where sizes make different operations,
+    Float32 values travel as `wire`, and all through memory where it is `shared`. Operations take the seconds that are
+    `exchanged` in their place on top, by samples per microbatch and graph. Where sizes make different operations,
     the group with most sizes is profiled; of equally large groups the one with the larger sizes.
     """
-    sized = {b: _Sized(module, prices, wire, updates_elsewhere) for b, module in sorted(modules.items())}
+    sized = {
+        b: _Sized(module, prices, wire, updates_elsewhere, (exchanged or {}).get(b, {}))
+        for b, module in sorted(modules.items())
+    }
     alike: dict[tuple[str, ...], list[int]] = {}
     for b, part in sized.items():
         alike.setdefault(tuple(part.names), []).append(b)
@@ -141,9 +146,16 @@ def _amount(low: int, a: int, high: int, z: int) -> Amount:
 class _Sized:
     """A module at one size of a microbatch."""
 
-    def __init__(self, module: Module, prices: Prices, wire: str, updates_elsewhere: bool) -> None:
+    def __init__(
+        self,
+        module: Module,
+        prices: Prices,
+        wire: str,
+        updates_elsewhere: bool,
+        exchanged: Mapping[str, Sequence[float]],
+    ) -> None:
         self.module, self.prices, self.wire = module, prices, wire
-        self.updates_elsewhere = updates_elsewhere
+        self.updates_elsewhere, self.exchanged = updates_elsewhere, exchanged
         self.chain = chain_of(module)
         if not self.chain:
             raise UsageError("the model computes nothing from its inputs: there is no operation to plan for")
@@ -164,10 +176,15 @@ class _Sized:
 
     # -------------------------------------------------------------------------------------------- seconds
 
+    def _op_seconds(self, cost: GraphCost, device: Device) -> list[float]:
+        """Return the seconds of each operation of a graph, with what is exchanged in its place."""
+        seconds, exchanged = cost.op_seconds(device, self.prices), self.exchanged.get(cost.graph.name)
+        return seconds if exchanged is None else [a + b for a, b in zip(seconds, exchanged, strict=True)]
+
     def _forward(self, device: Device) -> Floats:
         totals = np.zeros(len(self.chain))
-        graph, where = self.forward_cost
-        for at, seconds in zip(where, graph.op_seconds(device, self.prices), strict=True):
+        cost, where = self.forward_cost
+        for at, seconds in zip(where, self._op_seconds(cost, device), strict=True):
             if at is not None:
                 totals[at] += seconds
         return totals
@@ -176,7 +193,7 @@ class _Sized:
         totals = np.zeros(len(self.chain))
         if self.backward_cost is not None:
             for i, (at, seconds) in enumerate(
-                zip(self.backward_at, self.backward_cost.op_seconds(device, self.prices), strict=True)
+                zip(self.backward_at, self._op_seconds(self.backward_cost, device), strict=True)
             ):
                 if at is not None and (only is None or only[i]):
                     totals[at] += seconds
@@ -191,7 +208,7 @@ class _Sized:
             return totals
         reader = {name: i for i, names in reversed(list(enumerate(self.params))) for name in names}
         at: dict[Value, int] = {}
-        for op, seconds in zip(update.ops, GraphCost(update).op_seconds(device, self.prices), strict=True):
+        for op, seconds in zip(update.ops, self._op_seconds(GraphCost(update), device), strict=True):
             variable = op.var if "var" in op.attrs else ""
             places = [at[v] for v in op.ins if v in at] + [
                 reader[name] for name in (variable, variable.rpartition(".")[0]) if name in reader

@@ -156,6 +156,12 @@ def collective_seconds(module: Module, stage: int, op: Op, route: Routes) -> flo
     return max(_seconds(op, mesh, team, ranks, route).whole for team in mesh.teams())
 
 
+def team_seconds(op: Op, mesh: Mesh, route: Routes) -> float:
+    """Return the seconds of one collective of a mesh that is one team, whose ranks are the places on it."""
+    places = range(len(mesh.devices))
+    return _seconds(op, mesh, places, places, route).whole
+
+
 class Gatherings:
     """Ranks that wait for each other in front of computations. They run the computations of a kind that bring them
     together in one order, and each as many; other actions may differ, as those of replicas with unequal shares do.

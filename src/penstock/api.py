@@ -145,9 +145,11 @@ def plan_best(
     None. The fastest of `schedules` is taken, by default of those that compute what plain training does. `replicas` is
     the most devices of a stage, 0 for any number; `recompute` is auto, none or all, `zero` 0 or 1. Where nothing fits,
     the error says what would, if that shall be `explained`, which takes longer than finding out that nothing fits.
-    Further options are `cuda_libraries`, `wire`, `offload`, `spill`, `update_on` and `dump`, as of `penstock.plan`.
+    Further options are `cuda_libraries`, `wire`, `offload`, `spill`, `update_on`, `mesh`, `shard` and `dump`, as of
+    `penstock.plan`. With `shard="none"` no tensor is split; a `mesh` has the axes that tensors are split over.
     """
     feedback = Feedback(options.pop("dump", None), progress)
+    options["shard"] = layouts_of(options.get("shard"))
     settings = SearchOptions(
         batch=batch,
         sizes=sizes,

@@ -64,12 +64,6 @@ def test_devices_that_no_mesh_takes_are_told_in_a_line(command, devices, mesh, t
     assert [line for line in (said.out + said.err).splitlines() if line.startswith("idle: ")] == told
 
 
-@pytest.mark.parametrize("words", [["--mesh", "tp=2"], ["--shard", "preset:megatron"]])
-def test_the_planner_refuses_a_mesh_instead_of_leaving_it_out(mlp, capsys, words):
-    assert main(["plan", mlp, "--devices", "2", "--batch", "8", "--loss", "mse", *words]) == 2
-    assert f"{words[0]} with --batch" in capsys.readouterr().err
-
-
 def test_layouts_without_a_mesh_are_refused(mlp, capsys):
     assert main(["plan", mlp, "--devices", "2", "--shard", "preset:megatron", *WORDS.split()]) == 2
     assert "layouts are given, but no mesh" in capsys.readouterr().err

@@ -45,7 +45,9 @@ def test_the_facade_has_the_names_and_defaults_of_the_settings(verb):
         if given.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("dump", "progress")
     }
     settings = {field.name: field.default for field in fields(VERBS[verb])}
-    further = {"cuda_libraries", "wire", "offload", "spill", "update_on"} if verb is ps.plan_best else set()
+    further = (
+        {"cuda_libraries", "wire", "offload", "spill", "update_on", "mesh", "shard"} if verb is ps.plan_best else set()
+    )
     assert {name: default for name, default in settings.items() if name not in further} == {
         name: settings[name] if default is inspect.Parameter.empty else default for name, default in told.items()
     }
@@ -67,8 +69,8 @@ def test_settings_that_are_shared_are_the_same():
     """But for the default of `replicas`, which is no limit where the planner chooses."""
     plan, search = settings_of(PlanOptions), settings_of(SearchOptions)
     both = plan.keys() & search.keys()
-    moving = {"offload", "spill", "update_on"}
-    assert both == {"recompute", "replicas", "precision", "cuda_libraries", "wire", "zero", *moving}
+    elsewhere, split = {"offload", "spill", "update_on"}, {"mesh", "shard"}
+    assert both == {"recompute", "replicas", "precision", "cuda_libraries", "wire", "zero", *elsewhere, *split}
     assert all(plan[name] is search[name] for name in both)
     differing = {name for name in both if defaults_of(PlanOptions)[name] != defaults_of(SearchOptions)[name]}
     assert differing == {"replicas"}

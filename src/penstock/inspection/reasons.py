@@ -9,7 +9,7 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.ir.graph import Module
@@ -62,6 +62,19 @@ def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[
     )
 
 
+def _teams(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what plans take whose tensors are split over teams of devices, a line for each size."""
+    for row in rows:
+        ways = row["devices_of_a_team"]
+        what = "no tensor parallelism" if ways == 1 else f"{ways} ways of tensor parallelism"
+        if row["step_s"] is None:
+            yield f"{what}: {row['reason']}"
+        else:
+            by = shown_seconds(float(row["step_s"])) + " by the formulas"
+            time = by if row.get("by_formulas") else by_simulation(float(row["step_s"]))
+            yield f"{what}: {time}{' (taken)' if row['taken'] else ''}"
+
+
 def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterator[str]:
     step, schedule = float(planner["step_s"]), planner.get("formulas_of", plan.get("schedule", ""))
     objective = planner.get("objective")
@@ -79,6 +92,7 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
     for kind, row in planner.get("packs", {}).items():
         time = by_simulation(float(row["step_s"]))
         yield f"{row['stages_on_a_device']} stages on each device, {kind}: {time}{' (taken)' if row['taken'] else ''}"
+    yield from _teams(planner.get("teams", ()))
     # A plan chosen by simulation may be slower by the formulas than the best plan by them, which is compared below.
     usual = float(planner["schedules"].get(schedule, step))
     if planner["proven"]:

@@ -51,9 +51,9 @@ RUN = 512
 
 @dataclass(frozen=True, slots=True)
 class ServedPlan:
-    """A plan for inference by the formulas: the devices of its stages, the seconds of one microbatch from input to
-    output, and those of each in a run of RUN. No plan takes less than `bound` seconds by the objective that it is for:
-    for one microbatch, or for the run."""
+    """A plan for inference by the formulas: the devices of each stage, joined by `+`. Beside them stand the seconds of
+    one microbatch from input to output, and those of each in a run of RUN. No plan takes less than `bound` seconds by
+    the objective that it is for: for one microbatch, or for the run."""
 
     devices: tuple[str, ...]
     latency: float
@@ -74,6 +74,24 @@ class Objective:
         return next(name for name in self.plans if name != self.name)
 
 
+# The part of the time by which plans over teams have to be faster to be taken: teams wait for each other in each layer.
+WORTH_OF_TEAMS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class TeamWay:
+    """The best plan whose tensors are split over teams of `size` devices, or over none where that is 1. `step` are its
+    seconds per batch: by simulation, or else the plan was so much slower by the formulas that it was not carried out.
+    Where there is no plan, `reason` says why."""
+
+    size: int
+    layouts: str = ""
+    step: float | None = None
+    simulated: bool = True
+    reason: str = ""
+    taken: bool = False
+
+
 @dataclass(frozen=True)
 class Search:
     """The search that led to a plan.
@@ -85,7 +103,8 @@ class Search:
     other devices. Then no other plan of the search can be compared with the one that was carried out. `in_bf16` makes
     the profile of the model in bfloat16, where the plan is in float32. `packs` are the best plans with several stages
     on a device, by schedule; where one of them was carried out, it is `taken`, and `chosen` is the best plan without. A
-    plan for inference has an `objective`.
+    plan for inference has an `objective`. `ways` are those of splitting tensors, where any were tried; on teams of
+    devices all else is about teams.
     """
 
     profile: Profile
@@ -100,6 +119,7 @@ class Search:
     packs: Mapping[str, Packed] = field(default_factory=dict)
     taken: Packed | None = None
     objective: Objective | None = None
+    ways: Sequence[TeamWay] = ()
 
     @property
     def plan(self) -> PipelinePlan:

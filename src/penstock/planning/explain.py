@@ -25,7 +25,7 @@ from penstock.runtime.generation.turn import TOKENS
 from penstock.support.terminal import table
 from penstock.support.words import counted, shown_bytes
 
-from .choice import AS_LONG, RUN, Objective, Search, compare, first_reason, passed_over
+from .choice import AS_LONG, RUN, WORTH_OF_TEAMS, Objective, Search, compare, first_reason, passed_over
 from .facts import ASSUMED, changes_facts, predicted_facts, rates_facts
 from .plan import Plan
 from .predict import Predicted, predict, predict_here
@@ -37,7 +37,7 @@ def plan_lines(plan: Plan, searched: bool = False) -> Iterator[str]:
     yield from _ranks(module, predicted)
     yield from _sizes(plan)
     yield from _mesh(module)
-    if plan.search is None:
+    if plan.search is None or any(way.taken and way.size > 1 for way in plan.search.ways):
         yield from _left_over(module)
     for note in module.notes:
         if note.origin in ("placement", "partition", "update-on", "schedule", "recompute"):
@@ -213,6 +213,7 @@ def argument(search: Search) -> Iterator[str]:
             f"planner: {alone}the fastest of {counted(simulated.tried, 'plan')} simulated: "
             f"{shown_seconds(simulated.step)} per batch"
         )
+    yield from _ways(search)
     if search.with_moves:
         yield (
             "planner: these figures leave out what moves to other memory, and updates on other devices; the predicted "
@@ -279,6 +280,27 @@ def _beside_others(search: Search) -> Iterator[str]:
             f"{passed_over(search)}"
         )
     yield from _changes(search, usual)
+
+
+def _ways(search: Search) -> Iterator[str]:
+    """Yield what plans take whose tensors are split over teams, a line for each size, beside the plan that was taken.
+    Of a mesh that was given there is nothing to say."""
+    if len(search.ways) < 2:
+        return
+    chosen_way = next(way for way in search.ways if way.taken)
+    assert chosen_way.step is not None
+    for way in search.ways:
+        named = f", {way.layouts}" if way.layouts else ""
+        what = "no tensor parallelism" if way.size == 1 else f"{way.size} ways of tensor parallelism{named}"
+        if way.step is None:
+            yield f"planner: {what}: {'no plan' if way.size == 1 else 'not tried'}: {way.reason}"
+            continue
+        how = by_simulation(way.step) if way.simulated else f"{shown_seconds(way.step)} by the formulas"
+        # Teams that are hardly faster are not taken.
+        hardly = "" if way.taken or way.step >= chosen_way.step else f", which is less than {WORTH_OF_TEAMS:.0%}"
+        yield f"planner: {what}: {how}" + (
+            "; chosen" if way.taken else f", {compare(way.step, chosen_way.step)}{hardly}; not chosen"
+        )
 
 
 def _packs(search: Search) -> Iterator[str]:

@@ -35,7 +35,7 @@ from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.simulator.forecast import binding
 from penstock.passes.training.update_on import UpdateOnOptions
 
-from .choice import AS_LONG, RUN, Contribution, Objective, Search, compare, passed_over
+from .choice import AS_LONG, RUN, Contribution, Objective, Search, TeamWay, compare, passed_over
 from .hints import stage_starts
 from .predict import Predicted
 
@@ -229,6 +229,7 @@ def planner_facts(search: Search) -> dict[str, Any]:
         ),
         **({"packs": packs_facts(search)} if search.packs else {}),
         **({} if search.taken is None else {"formulas_of": chosen.plan.schedule}),
+        **({"teams": [_way(way) for way in search.ways]} if search.ways else {}),
         **({"stopped": True} if search.result.stopped else {}),
         **(changes_facts(search) if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
@@ -261,6 +262,18 @@ def packs_facts(search: Search) -> dict[str, Any]:
             "taken": packed == search.taken,
         }
         for kind, packed in search.packs.items()
+    }
+
+
+def _way(way: TeamWay) -> dict[str, Any]:
+    """Return what plans take whose tensors are split over teams of a size, as plain data."""
+    return {
+        "devices_of_a_team": way.size,
+        "step_s": way.step,
+        "taken": way.taken,
+        **({"layouts": way.layouts} if way.layouts else {}),
+        **({} if way.simulated else {"by_formulas": True}),
+        **({"reason": way.reason} if way.reason else {}),
     }
 
 

@@ -183,6 +183,8 @@ class SearchOptions:
     offload: str = shared(PlanOptions, "offload")
     spill: str = shared(PlanOptions, "spill")
     update_on: str = shared(PlanOptions, "update_on")
+    mesh: str = shared(PlanOptions, "mesh")
+    shard: Sequence[str] = shared(PlanOptions, "shard")
     explained: bool = True
 
 

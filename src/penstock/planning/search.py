@@ -25,6 +25,7 @@ from penstock.calibration.corrections import best_prices
 from penstock.frontends.training import Training
 from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.graph import Module
 from penstock.ir.schedule_names import PACKED, SYNCHRONOUS, TRAINING
 from penstock.passes.planner.argue import Result, plan_chain
 from penstock.passes.planner.fleet import fleet_of
@@ -45,6 +46,9 @@ from .offloading.choose import plan_within_memory
 from .options import AUTO, PlanOptions, SearchOptions
 from .pipeline import before_partition, check_updates_elsewhere, plan_model, updaters, with_devices
 from .plan import Plan
+from .teams.choose import check_teams, fastest_of_teams
+from .teams.shares import share_of
+from .teams.teams import Teams
 from .tries import Try, other_sizes, sizes_of, tries, with_more_memory
 from .watching import SILENT, Feedback, ProgressHook
 
@@ -56,9 +60,11 @@ def search(
     for each of the sizes to choose from, or as it is for None."""
     settings = PlanOptions(update_on=options.update_on, offload=options.offload, zero=options.zero)
     check_updates_elsewhere(cluster, settings, trains=True)
+    check_teams(options)
     models = _load_models(load, options)
     if options.offload == "none" and not options.update_on:
-        return _Searching(cluster, training, options, feedback, models).plan()
+        single = _Searching(cluster, training, options, feedback, models)
+        return fastest_of_teams(single, cluster, options, max(models), feedback)
     moves = options.offload != "none"
 
     def searched(scaled: Cluster) -> Plan:
@@ -127,7 +133,7 @@ WORTH = 0.02
 @dataclass
 class _Searching:
     """A search under way: the models by samples per microbatch, the plans that were tried, and the answers of the
-    passes: the plans that were `refused`."""
+    passes: the plans that were `refused`. `teams` are those that tensors are split over."""
 
     cluster: Cluster
     training: Training
@@ -137,39 +143,76 @@ class _Searching:
     refused: dict[Chosen, Exception] = field(default_factory=dict)
     too_large: dict[Chosen, DoesNotFit] = field(default_factory=dict)
     tried: set[Chosen] = field(default_factory=set)
+    teams: Teams | None = None
+    wholes: dict[tuple[str | None, int], Module] = field(default_factory=dict)
+
+    def over(self, teams: Teams, trial: bool) -> _Searching:
+        """Return a search over teams of devices, which shares what was prepared. Passes of a trial are not watched."""
+        feedback = self.feedback.of_trial(f"{teams.mesh()}: {teams.named}") if trial else self.feedback
+        return replace(self, feedback=feedback, refused={}, too_large={}, tried=set(), teams=teams)
+
+    def without_end(self) -> _Searching:
+        """Return the same search, whose progress does not tell its end."""
+        return replace(self, feedback=self.feedback.told(_before_end))
+
+    def shown(self, plan: Plan) -> Plan:
+        """Return a plan, made once more where passes are watched."""
+        if self.feedback.watcher is None:
+            return plan
+        assert plan.search is not None
+        return replace(self.carried_out(plan.search.plan, plan.search.profile), search=plan.search)
 
     @cached_property
     def computing(self) -> Cluster:
-        """The devices that run stages."""
+        """The devices that run stages, or a device for each team of these."""
+        if self.teams is not None:
+            return self.teams.cluster
         updating = updaters(self.options.update_on)
         return with_devices(self.cluster, [d.name for d in self.cluster.devices if d.name not in updating])
 
-    def plan(self) -> Plan:
-        """Return the first of the best plans that the passes accept."""
-        options, cluster = self.options, self.computing
+    @cached_property
+    def _alone(self) -> tuple[str, ...]:
+        """The schedules with one stage on each device."""
+        options = self.options
         if strange := [kind for kind in options.schedules if kind not in (*TRAINING, *PACKED)]:
             expected = ", ".join((*TRAINING, *PACKED))
             raise UsageError(f"{', '.join(strange)}: no schedule of a training, expected some of {expected}")
-        profile = self._profile(options.precision, sorted(self.models), self.feedback)
-        sizes = profile.chain.sizes
-        alone = tuple(kind for kind in options.schedules if kind not in PACKED)
-        # Plans with a device for every stage give the orders of devices for packs.
-        wanted = PlanRequest(
+        return tuple(kind for kind in options.schedules if kind not in PACKED)
+
+    @cached_property
+    def _profiled(self) -> Profile:
+        return self._profile(self.options.precision, sorted(self.models), self.feedback)
+
+    @cached_property
+    def _wanted(self) -> PlanRequest:
+        """The request to the formulas. Plans with a device for every stage give the orders of devices for packs."""
+        options = self.options
+        return PlanRequest(
             options.batch,
-            alone or SYNCHRONOUS,
+            self._alone or SYNCHRONOUS,
             options.recompute,
-            sizes,
+            self._profiled.chain.sizes,
             replicas=options.replicas,
             zero=options.zero,
         )
-        fleet, progress = fleet_of(cluster), self.feedback.told(_of_planner).progress
+
+    @cached_property
+    def result(self) -> Result:
+        """The best plans of all schedules by the formulas."""
+        fleet, progress = fleet_of(self.computing), self.feedback.told(_of_planner).progress
+        chain, explained = self._profiled.chain, self.options.explained and self.teams is None
+        return plan_chain(chain, fleet, self._wanted, explained=explained, progress=progress)
+
+    def plan(self) -> Plan:
+        """Return the first of the best plans that the passes accept."""
+        options, alone, profile, wanted = self.options, self._alone, self._profiled, self._wanted
         try:
-            result = plan_chain(profile.chain, fleet, wanted, explained=options.explained, progress=progress)
+            result = self.result
         except DoesNotFit as error:
             if not alone:
                 what = f"there is no plan of {' or '.join(options.schedules)}: with one stage on a device nothing fits"
                 raise DoesNotFit(what, where="planner", hint=error.hint) from error
-            for result, part in with_more_memory(profile.chain, fleet, wanted):
+            for result, part in with_more_memory(profile.chain, fleet_of(self.computing), wanted):
                 best = Search(profile, result, result.best, {}, more_memory=part)
                 if (plan := self._first(best, [(result.best.plan.schedule, result.best, [])])) is not None:
                     return plan
@@ -262,21 +305,33 @@ class _Searching:
         return refined
 
     def _profile(self, precision: str | None, sizes: Sequence[int], feedback: Feedback = SILENT) -> Profile:
-        options, alone = self.options, replace(self.training, microbatches=1)
-        planned = PlanOptions(precision=precision, cuda_libraries=options.cuda_libraries)
-        modules = {}
-        for size in sizes:
-            shown = feedback.told(partial(_for_size, size=size))
-            modules[size] = before_partition(self.models[size], self.cluster, alone, planned, shown)
+        modules = {size: self._whole(precision, size, feedback) for size in sizes}
+        exchanged = {}
+        if self.teams is not None:
+            shares = {size: share_of(module, self.teams) for size, module in modules.items()}
+            modules = {size: share for size, (share, _) in shares.items()}
+            exchanged = {size: seconds for size, (_, seconds) in shares.items()}
         fastest = max(self.computing.devices, key=lambda device: device.flops)
         return profile_chain(
             modules,
             fastest,
             best_prices(),
-            wire=options.wire,
+            wire=self.options.wire,
             shared=self.cluster.is_shared,
-            updates_elsewhere=bool(options.update_on),
+            updates_elsewhere=bool(self.options.update_on),
+            exchanged=exchanged,
         )
+
+    def whole(self, size: int) -> Module:
+        """Return the whole model with so many samples per microbatch, as `shard` sees it."""
+        return self._whole(self.options.precision, size, self.feedback)
+
+    def _whole(self, precision: str | None, size: int, feedback: Feedback) -> Module:
+        if (precision, size) not in self.wholes:
+            planned = PlanOptions(precision=precision, cuda_libraries=self.options.cuda_libraries)
+            alone, shown = replace(self.training, microbatches=1), feedback.told(partial(_for_size, size=size))
+            self.wholes[precision, size] = before_partition(self.models[size], self.cluster, alone, planned, shown)
+        return self.wholes[precision, size]
 
     def _first(self, search: Search, tries: Iterable[Try]) -> Plan | None:
         """Return the first plan that the passes accept, with the search that led to it. Of each schedule it has the
@@ -307,10 +362,11 @@ class _Searching:
         """Run all passes over the chosen plan."""
         options, names = self.options, [device.name for device in self.computing.devices]
         placed = plan.stages[: len(plan.devices)] if plan.packs > 1 else plan.stages
+        teams, members = self.teams, {} if self.teams is None else self.teams.members
         planned = PlanOptions(
             schedule=plan.schedule,
             split_at=[profile.starts[stage.first] for stage in plan.stages[1:]],
-            devices=[[names[i] for i in stage.devices] for stage in placed],
+            devices=[[d for i in stage.devices for d in members.get(names[i], (names[i],))] for stage in placed],
             shares=() if plan.packs > 1 else [stage.shares for stage in plan.stages],
             packs=plan.packs,
             recompute=options.recompute,
@@ -318,6 +374,8 @@ class _Searching:
             cuda_libraries=options.cuda_libraries,
             wire=options.wire,
             hints=False,
+            mesh="" if teams is None else teams.mesh_of(plan),
+            shard=() if teams is None else teams.layouts,
             zero=plan.zero,
             offload=options.offload,
             spill=options.spill,
@@ -327,7 +385,7 @@ class _Searching:
         make = plan_within_memory if options.offload == AUTO else plan_model
         done = make(self.models[plan.size], self.cluster, training, planned, self.feedback)
         notes = [
-            f"the layouts of configuration {name!r} of the model are not followed: the planner chooses no mesh"
+            f"the layouts of configuration {name!r} of the model are not followed: the planner chooses layouts"
             for name in self.models[plan.size].imported.hints.configurations
         ]
         return replace(done, module=done.module.noted("placement", *notes)) if notes else done
@@ -336,6 +394,11 @@ class _Searching:
 def _of_planner(progress: ProgressHook) -> ProgressHook:
     """Show the progress of the search, which is a part of planning like passes; its cases never count as all of it."""
     return lambda done, total, what: progress(min(done, total - 1), total, f"planner: {what}")
+
+
+def _before_end(progress: ProgressHook) -> ProgressHook:
+    """Show progress but not its end, where something follows."""
+    return lambda done, total, what: progress(done, total, what) if done < total else None
 
 
 def _for_size(progress: ProgressHook, size: int) -> ProgressHook:

@@ -174,11 +174,6 @@ def _searched(
         "--pin": arguments.pin,
     }
     flags = [flag for flag, value in fixed.items() if value]
-    if arguments.mesh or arguments.shard:
-        raise UsageError(
-            f"{'--mesh' if arguments.mesh else '--shard'} with --batch: the planner knows no meshes",
-            hint="leave --batch out, and give --dim, --microbatches and --devices",
-        )
     if flags:
         raise UsageError(
             f"{', '.join(flags)} with --batch: the planner chooses that",
