@@ -1,13 +1,17 @@
 """The costs of cutting a chain: seconds of operations on the devices of each stage, and of messages over each cut.
 
+Where stages have a mesh each, an operation takes on each of them what the part of one device takes. What travels counts
+as on the mesh that splits it least.
+
 A microbatch takes c seconds to go over a cut and for its gradient to come back, latency and bytes. It keeps the busiest
 link or card of the boundary for l seconds, without latency, each direction by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, repeat
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,41 +23,53 @@ from penstock.ir.ops import OPS
 from penstock.passes.communicate.wire import travelling
 from penstock.passes.costs.prices import GraphCost, Transfer, cost
 
-from .chain import crossing_bytes, forward_graph, moving_users, params_behind, readers, tied_bytes
+from .chain import chain_of, crossing_bytes, forward_graph, moving_users, params_behind, readers, tied_bytes
 from .ideals import OperationWork
+from .team_costs import TeamSeconds
 
 Array = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 def _slowest_seconds(
     module: Module,
-    index: Mapping[Value, int],
-    count: int,
     devices: Sequence[Sequence[Device]],
     shares: Sequence[Sequence[int]],
+    exchanges: Sequence[TeamSeconds],
 ) -> list[list[Array]]:
-    """Return for every stage the seconds of each of `count` operations in the forward graph and in the backward graph.
-    Of several devices the slowest for its share of the whole model counts. `index` has the operation that makes a
-    value."""
-    forward, backward = forward_graph(module), module.graphs.get(BACKWARD)
+    """Return for every stage the seconds of each operation of the chain in the forward graph and in the backward graph.
+    Of several devices the slowest for its share of the whole model counts, with collectives of the stage."""
+    forward, backward, chain = forward_graph(module), module.graphs.get(BACKWARD), chain_of(module)
+    index, count = _makers(chain), len(chain)
     microbatches, position = sum(shares[0]), {v.name: i for v, i in index.items()}
     places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
     if backward is not None:
         where = [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops]
         places.append((GraphCost(backward), where))
 
-    def work(device: Device, share: int) -> list[Array]:
+    def work(device: Device, share: int, exchanged: TeamSeconds) -> list[Array]:
         times = [np.zeros(count) for _ in places]
         for seconds, (graph, where) in zip(times, places, strict=True):
-            for i, spent in zip(where, graph.op_seconds(device), strict=True):
+            moved = exchanged.get(graph.graph.name, repeat(0.0))
+            for i, spent, more in zip(where, graph.op_seconds(device), moved, strict=False):
                 if i is not None:
-                    seconds[i] += spent * (share / microbatches)
+                    seconds[i] += (spent + more) * (share / microbatches)
         return times
 
     return [
-        max(map(work, *pair), key=lambda times: float(sum(map(np.sum, times))))
-        for pair in zip(devices, shares, strict=True)
+        max(map(work, *pair, repeat(exchanged)), key=lambda times: float(sum(map(np.sum, times))))
+        for *pair, exchanged in zip(devices, shares, exchanges, strict=True)
     ]
+
+
+def _of_stages(parts: Sequence[Module], seconds: Callable[[Module], Sequence[T]]) -> list[T]:
+    """Return what each stage takes, of the seconds that all stages take with the part of the module that is its own."""
+    known = {id(part): seconds(part) for part in {id(part): part for part in parts}.values()}
+    return [known[id(part)][stage] for stage, part in enumerate(parts)]
+
+
+def _makers(chain: Sequence[Op]) -> dict[Value, int]:
+    return {v: i for i, op in enumerate(chain) for v in op.outs}
 
 
 def _seconds_of_variables(
@@ -115,25 +131,30 @@ class ChainCosts:
 
     def __init__(
         self,
-        module: Module,
-        chain: Sequence[Op],
+        parts: Sequence[Module],
         devices: Sequence[Sequence[Device]],
         shares: Sequence[Sequence[int]],
         cluster: Cluster,
         wire: str,
+        exchanges: Sequence[TeamSeconds] = (),
     ) -> None:
-        self.chain = chain
-        microbatches = sum(shares[0])
-        index = {v: i for i, op in enumerate(chain) for v in op.outs}
+        module, unlike = parts[0], list({id(part): part for part in parts}.values())
+        self.chain = chain = chain_of(module)
+        microbatches, index = sum(shares[0]), _makers(chain)
         self.params = params_behind(module)
         backward = module.graphs.get(BACKWARD)
-        slowest = _slowest_seconds(module, index, len(chain), devices, shares)
+        exchanges = exchanges or [{}] * len(parts)
+        slowest = _of_stages(parts, lambda part: _slowest_seconds(part, devices, shares, exchanges))
         self.forward = [seconds[0] for seconds in slowest]
         reading = readers(chain, self.params)
         first = {name: positions[0] for name, positions in reading.items()}
-        self.updates, sums = (
-            _seconds_of_variables(module.graphs.get(kind), first, len(chain), devices) for kind in (UPDATE, BACKWARD)
-        )
+
+        def on_variables(kind: str) -> list[Array]:
+            return _of_stages(
+                parts, lambda part: _seconds_of_variables(part.graphs.get(kind), first, len(chain), devices)
+            )
+
+        self.updates, sums = on_variables(UPDATE), on_variables(BACKWARD)
         self.before = [np.concatenate([[0.0], np.cumsum(sum(seconds))]) for seconds in slowest]
         # What work on variables takes besides, for a microbatch and with the updates of a batch spread over all.
         self.sums = [spent * max(share) / microbatches for spent, share in zip(sums, shares, strict=True)]
@@ -143,9 +164,10 @@ class ChainCosts:
             for before, besides in zip(self.before, self.besides, strict=True)
         ]
         trips = 2 if backward is not None else 1
-        crossing = crossing_bytes(chain, wire) * trips
+        crossing = np.max([crossing_bytes(chain_of(part), wire) for part in unlike], axis=0) * trips
         if backward is not None:
-            crossing += tied_bytes(module, chain, self.params) * (2.0 / microbatches)
+            tied = [tied_bytes(part, chain, self.params) for part in unlike]
+            crossing += np.max(tied, axis=0) * (2.0 / microbatches)
         self._trips, self._links, self._busy = trips, [(0.0, list[Link]())], [0.0]
         for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
             links = [cluster.message_link(x.name, y.name) for x in senders for y in receivers if x.name != y.name]
@@ -161,13 +183,17 @@ class ChainCosts:
             for value in op.ins:
                 if value in index:
                     users.setdefault(value, {index[value]}).add(i)
-        self._values = [(frozenset(where), travelling(v.type, wire) * float(trips)) for v, where in users.items()]
+        made = [{v.name: travelling(v.type, wire) for op in chain_of(part) for v in op.outs} for part in unlike]
+        self._values = [
+            (frozenset(where), max(sizes[v.name] for sizes in made) * float(trips)) for v, where in users.items()
+        ]
         self._edges = [(index[v], i) for v, where in users.items() for i in where if i != index[v]]
         if backward is not None:
             if any(op.kind == "reshard" for graph in (forward_graph(module), backward) for op in graph.ops):
                 self._edges += sorted(backward_edges(backward, index) - set(self._edges))
             self._values += [
-                (frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches) for n, where in reading.items()
+                (frozenset(where), max(part.vars[n].type.nbytes for part in unlike) * 2.0 / microbatches)
+                for n, where in reading.items()
             ]
 
     def travel(self, stage: int, count: float) -> float:

@@ -1,7 +1,8 @@
 """The devices of every stage, the mesh that they make, and the teams of it.
 
-In: the options of `partition`, and a cluster. Out: for each stage its devices, in the order of the mesh; for costs, a
-device for each team: the slowest of it, with the least memory of all.
+In: the options of `partition`, and a cluster. Out: for each stage its devices, in the order of the mesh. For costs there
+is a device for each team: the slowest of it, with the least memory of all. There is also the module as one device of a
+stage has it.
 
 A mesh is written `dp=2,tp=2`, the last axis fastest. Without one, the devices of a stage are replicas of each other.
 """
@@ -37,6 +38,12 @@ class StageDevices:
         axes = self.unlike[stage] if self.unlike else self.axes
         return Mesh(name, axes or ((REPLICAS, len(group)),), tuple(device.name for device in group))
 
+    def parts(self, module: Module) -> list[Module]:
+        """Return the module for each stage as one device of it has it, once for all whose meshes are alike."""
+        of_stages = self.unlike or (self.axes,) * len(self.groups)
+        known = {axes: on_one_device(module, axes) for axes in dict.fromkeys(of_stages)}
+        return [known[axes] for axes in of_stages]
+
     def teams(self) -> list[tuple[Device, ...]]:
         """Return a device for each team of every stage."""
         return [
@@ -60,15 +67,15 @@ def mesh_axes(text: str) -> Axes:
 def unlike_devices(
     cluster: Cluster, names: Sequence[str], split_at: Sequence[str], mesh: str, each: int = 1, folded: bool = False
 ) -> StageDevices:
-    """Return the devices of stages that have a mesh each, written `tp=2;tp=1`. Devices and cuts are named. With `each`
-    stages on a device, these meshes are those of packs, to which stages are dealt as in `placed_packs`."""
+    """Return the devices of stages that have a mesh each, written `tp=2;tp=1`. Devices are named, and cuts may be. With
+    `each` stages on a device, these meshes are those of packs, to which stages are dealt as in `placed_packs`."""
     meshes = [mesh_axes(text) for text in mesh.split(";")]
     groups = [listed.split() for listed in names]
     named = [name for group in groups for name in group]
     problems = [f"device {name!r} is named twice" for name in sorted({n for n in named if named.count(n) > 1})]
     if len(groups) != len(meshes):
         problems.append(f"devices are named for {counted(len(groups), 'stage')}, meshes for {len(meshes)}")
-    if len(split_at) + 1 != len(meshes) * each:
+    if split_at and len(split_at) + 1 != len(meshes) * each:
         problems.append(
             f"{counted(len(split_at), 'split point')} {'is' if len(split_at) == 1 else 'are'} named, "
             f"{counted(len(meshes), 'mesh')} "
@@ -79,7 +86,10 @@ def unlike_devices(
             needed = prod(size for _, size in axes)
             problems.append(f"stage {stage} has {counted(len(group), 'device')}, its mesh needs {needed}")
     if problems:
-        raise UsageError("cannot use these meshes:" + itemised(problems), hint="--split-at names where stages end")
+        raise UsageError(
+            "cannot use these meshes:" + itemised(problems),
+            hint="without --split-at, stages end where they are balanced",
+        )
     placed = tuple(tuple(map(cluster.device, group)) for group in groups)
     if each == 1:
         return StageDevices(placed, unlike=tuple(meshes))

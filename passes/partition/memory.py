@@ -37,6 +37,8 @@ from penstock.passes.communicate.wire import travelling
 from penstock.passes.schedules.kind import ScheduleKind
 from penstock.passes.schedules.schedule import SCHEDULES, build_schedule
 
+from .chain import chain_of
+
 Array = npt.NDArray[np.float64]
 # Operations by position in the chain, and bytes that a stage needs that has any of them.
 Items = Sequence[tuple[tuple[int, ...], float]]
@@ -82,32 +84,33 @@ class Outlook:
 
 
 class StageNeeds:
-    """Bytes and seconds of stages. `forward` are the seconds of operations by stage, `recompute` what may be computed
-    again: auto, none or all."""
+    """Bytes and seconds of stages. `loads` are those of the chain on one device of each stage, `forward` the seconds of
+    operations by stage, `recompute` what may be computed again: auto, none or all."""
 
-    def __init__(self, rooms: Sequence[Room], load: StageLoad, forward: Sequence[Array], recompute: str) -> None:
-        self.rooms, self.recompute = rooms, recompute
-        self.fixed, self.saved, self.fed = load.fixed, load.saved, load.fed
-        self.values, self.results = load.values, load.results
+    def __init__(
+        self, rooms: Sequence[Room], loads: Sequence[StageLoad], forward: Sequence[Array], recompute: str
+    ) -> None:
+        self.rooms, self.loads, self.recompute = rooms, loads, recompute
         self._ends = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in forward]
-        self._forward, self._waiting = forward, load.waiting
+        self._forward = forward
 
     def extra(self, stage: int, members: Set[int]) -> float:
         """Return the seconds that memory costs a stage of these operations."""
+        load = self.loads[stage]
 
         def held(items: Items) -> float:
             return sum(nbytes for where, nbytes in items if not members.isdisjoint(where))
 
         parted = [
-            (where, nbytes) for where, nbytes in self.values if not members.isdisjoint(where) and not where <= members
+            (where, nbytes) for where, nbytes in load.values if not members.isdisjoint(where) and not where <= members
         ]
         comes = sum(nbytes for where, nbytes in parted if min(where) not in members)
-        results = max((self.results[i] for i in members), default=0.0)
+        results = max((load.results[i] for i in members), default=0.0)
         forward = sum(float(self._forward[stage][i]) for i in members)
-        always = held(self.fixed) + _MESSAGES * sum(nbytes for _, nbytes in parted) + _RESULTS * results
+        always = held(load.fixed) + _MESSAGES * sum(nbytes for _, nbytes in parted) + _RESULTS * results
         return float(
             self._seconds(
-                stage, np.array([always]), *(np.array([x]) for x in (held(self.saved), held(self.fed), comes, forward))
+                stage, np.array([always]), *(np.array([x]) for x in (held(load.saved), held(load.fed), comes, forward))
             )[0]
         )
 
@@ -115,7 +118,7 @@ class StageNeeds:
         room = self.rooms[stage]
         if room.limit is None:
             return np.zeros(len(always))
-        always = always + fed * self._waiting if room.waits else always
+        always = always + fed * self.loads[stage].waiting if room.waits else always
         plain, again = always + saved * room.in_flight, always + saved + (comes + fed) * room.in_flight
         seconds = (
             np.where(plain <= room.limit, 0.0, np.inf) if self.recompute != "all" else np.full(len(always), np.inf)
@@ -129,12 +132,19 @@ class StageNeeds:
     def rows(self) -> Iterable[list[Array]]:
         """Yield arrays for each `last` from 1 on, one for each stage. Entry `first` is `extra` of the operations first
         .. last-1."""
-        count, results = len(self.results), np.asarray(self.results)
-        fixed, saved, fed = (_Rows(_touched(items), count) for items in (self.fixed, self.saved, self.fed))
-        touched = _Rows(_touched((tuple(where), nbytes) for where, nbytes in self.values), count)
-        inside = _Rows(((max(where), min(where), None, nbytes) for where, nbytes in self.values), count)
+        unlike = list({id(load): load for load in self.loads}.values())
+        for rows in zip(*map(self._rows_of, unlike), strict=True):
+            of_stages = {stage: row for by_stage in rows for stage, row in by_stage.items()}
+            yield [of_stages[stage] for stage in range(len(self.loads))]
+
+    def _rows_of(self, load: StageLoad) -> Iterator[dict[int, Array]]:
+        """Yield the same of the stages that have this load."""
+        count, results = len(load.results), np.asarray(load.results)
+        fixed, saved, fed = (_Rows(_touched(items), count) for items in (load.fixed, load.saved, load.fed))
+        touched = _Rows(_touched((tuple(where), nbytes) for where, nbytes in load.values), count)
+        inside = _Rows(((max(where), min(where), None, nbytes) for where, nbytes in load.values), count)
         arriving = np.zeros(count + 1)
-        for where, nbytes in self.values:
+        for where, nbytes in load.values:
             arriving[min(where) + 1] += nbytes
         arriving = np.cumsum(arriving)
         for last in range(1, count + 1):
@@ -142,10 +152,11 @@ class StageNeeds:
             largest = np.maximum.accumulate(results[:last][::-1])[::-1]
             always = fixed.up_to(last) + _MESSAGES * (travels - inside.up_to(last)) + _RESULTS * largest
             comes, kept, waits = travels - (arriving[last] - arriving[:last]), saved.up_to(last), fed.up_to(last)
-            yield [
-                self._seconds(stage, always, kept, waits, comes, ends[last] - ends[:last])
+            yield {
+                stage: self._seconds(stage, always, kept, waits, comes, ends[last] - ends[:last])
                 for stage, ends in enumerate(self._ends)
-            ]
+                if self.loads[stage] is load
+            }
 
 
 # A move is (last, to, off, bytes). From the range that ends with operation `last` on, bytes count for ranges that begin
@@ -182,8 +193,7 @@ class _Rows:
 
 
 def needs_of(
-    module: Module,
-    chain: Sequence[Op],
+    parts: Sequence[Module],
     readers: Mapping[str, Sequence[int]],
     devices: Sequence[Sequence[Device]],
     shares: Sequence[Sequence[int]],
@@ -191,22 +201,32 @@ def needs_of(
     outlook: Outlook,
 ) -> StageNeeds | None:
     """Return the memory needs of stages that are cut from a chain. They are None where no device has a limit, or no
-    schedule is named. `readers` are the operations that read each parameter."""
+    schedule is named. `parts` are the module as one device of each stage has it, `readers` the operations that read each
+    parameter."""
     if outlook.schedule not in SCHEDULES or all(device.memory is None for ranks in devices for device in ranks):
         return None
     kind = SCHEDULES[outlook.schedule]
-    bytes_of = _fixed_bytes(module, kind, max(map(len, devices)), outlook.updates_elsewhere)
-    users, fed, saved = _uses(module, chain)
-    load = StageLoad(
-        [(tuple(where), bytes_of[name]) for name, where in readers.items()],
-        [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],
-        [(tuple(where), float(v.type.nbytes)) for v, where in fed.items()],
-        [(frozenset(where), float(travelling(v.type, outlook.wire))) for v, where in users.items()],
-        [float(sum(v.type.nbytes for v in op.outs)) for op in chain],
-        (BATCHES_AHEAD + 1) * sum(shares[0]),
-    )
+    waiting = (BATCHES_AHEAD + 1) * sum(shares[0])
+
+    def load_of(module: Module) -> StageLoad:
+        chain, bytes_of = (
+            chain_of(module),
+            _fixed_bytes(module, kind, max(map(len, devices)), outlook.updates_elsewhere),
+        )
+        users, fed, saved = _uses(module, chain)
+        return StageLoad(
+            [(tuple(where), bytes_of[name]) for name, where in readers.items()],
+            [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],
+            [(tuple(where), float(v.type.nbytes)) for v, where in fed.items()],
+            [(frozenset(where), float(travelling(v.type, outlook.wire))) for v, where in users.items()],
+            [float(sum(v.type.nbytes for v in op.outs)) for op in chain],
+            waiting,
+        )
+
+    loads = {key: load_of(part) for key, part in {id(part): part for part in parts}.items()}
     recompute = outlook.recompute if kind.recomputes else "none"
-    return StageNeeds(list(_rooms(outlook.schedule, devices, shares)), load, forward, recompute)
+    rooms = list(_rooms(outlook.schedule, devices, shares))
+    return StageNeeds(rooms, [loads[id(part)] for part in parts], forward, recompute)
 
 
 def _rooms(schedule: str, devices: Sequence[Sequence[Device]], shares: Sequence[Sequence[int]]) -> Iterator[Room]:

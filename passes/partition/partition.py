@@ -59,11 +59,12 @@ from .chain import (
 )
 from .chain_costs import ChainCosts
 from .cuts import CutSearch, by_operation, extra_seconds, given_cuts, pins_of
-from .devices import Axes, StageDevices, mesh_axes, on_one_device, placed_packs, unlike_devices
+from .devices import Axes, StageDevices, mesh_axes, placed_packs, unlike_devices
 from .ideals import better_stages
 from .judging import judge_of, refined
 from .memory import Outlook, needs_of
 from .modules import MODULE, OPERATION, module_words, modules_of_stages
+from .team_costs import team_seconds
 from .tree import module_starts
 
 
@@ -107,7 +108,7 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     placed = _placed(cluster, options, axes)
     devices = placed.teams()
     count = len(devices)
-    whole, module = module, on_one_device(module, axes)
+    parts = placed.parts(module)
     chain = chain_of(module)
     if not chain:
         raise UsageError("the model computes nothing from its inputs: there is no operation to put on a device")
@@ -117,14 +118,16 @@ def partition(module: Module, options: PartitionOptions) -> Module:
             hint="ask for fewer stages",
         )
     shares = shares_of(options.shares, [len(group) for group in devices], options.microbatches)
-    priced = _without_updates(module) if options.updates_elsewhere else module
-    costs = ChainCosts(priced, chain, devices, shares, cluster, options.wire)
+    priced = _without_updates(parts) if options.updates_elsewhere else parts
+    meshes = [placed.mesh("", stage) for stage in range(count)] if placed.unlike else []
+    exchanges = team_seconds(module, meshes, cluster)
+    costs = ChainCosts(priced, devices, shares, cluster, options.wire, exchanges)
     if options.split_at:
         _check_open(options)
         stages = by_operation(given_cuts(costs, options.split_at), len(chain))
-        return _annotate(whole.but(cluster=cluster), placed, costs, stages)
-    stages, fitting = _searched(module, options, devices, shares, costs, cluster)
-    annotated = _annotate(whole.but(cluster=cluster), placed, costs, fitting or stages)
+        return _annotate(module.but(cluster=cluster), placed, costs, stages)
+    stages, fitting = _searched(parts, options, devices, shares, costs, cluster)
+    annotated = _annotate(module.but(cluster=cluster), placed, costs, fitting or stages)
     if options.split_by == MODULE:
         annotated = annotated.noted("partition", *_module_notes(chain, costs, fitting or stages))
     if not fitting or fitting == stages:
@@ -138,8 +141,12 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     )
 
 
-def _without_updates(module: Module) -> Module:
-    return module.but(graphs={name: graph for name, graph in module.graphs.items() if name != UPDATE})
+def _without_updates(parts: Sequence[Module]) -> list[Module]:
+    without = {
+        id(part): part.but(graphs={name: graph for name, graph in part.graphs.items() if name != UPDATE})
+        for part in parts
+    }
+    return [without[id(part)] for part in parts]
 
 
 def _are_apart(options: PartitionOptions, devices: Sequence[Sequence[Device]]) -> bool:
@@ -155,7 +162,7 @@ def _eagerness(options: PartitionOptions, devices: Sequence[Sequence[Device]]) -
 
 
 def _searched(
-    module: Module,
+    parts: Sequence[Module],
     options: PartitionOptions,
     devices: Sequence[Sequence[Device]],
     shares: Sequence[Sequence[int]],
@@ -164,7 +171,7 @@ def _searched(
 ) -> tuple[list[int], list[int]]:
     """Return the stage of every operation, and other ones that fit into memory where these do not; none where nothing
     does."""
-    chain, count = costs.chain, len(devices)
+    chain, count, module = costs.chain, len(devices), parts[0]
     pins = pins_of(chain, options.pins, count)
     free = CutSearch(costs, count, options.only_at, None, _eagerness(options, devices), pins, options.pins)
     weights = {name: float(var.type.nbytes) for name, var in module.vars.items()}
@@ -180,7 +187,7 @@ def _searched(
 
     stages = chosen(free)
     outlook = Outlook(options.schedule, options.recompute, options.wire, options.updates_elsewhere)
-    needs = needs_of(module, chain, readers(chain, costs.params), devices, shares, costs.forward, outlook)
+    needs = needs_of(parts, readers(chain, costs.params), devices, shares, costs.forward, outlook)
     # Where all stages fit as they are, nothing else is as fast.
     fits = needs is None or not any(extra_seconds(needs, s, stages) for s in range(count))
     return stages, [] if fits else chosen(replace(free, needs=needs))

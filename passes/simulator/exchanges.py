@@ -152,7 +152,12 @@ def exchange_seconds(module: Module, route: Routes) -> dict[tuple[int, str], flo
 
 def collective_seconds(module: Module, stage: int, op: Op, route: Routes) -> float:
     """Return the seconds of one collective of a stage by itself, of the team that takes longest."""
-    mesh, ranks = module.mesh_of(stage), module.ranks_of(stage)
+    return mesh_seconds(module.mesh_of(stage), op, route, module.ranks_of(stage))
+
+
+def mesh_seconds(mesh: Mesh, op: Op, route: Routes, ranks: Sequence[int] = ()) -> float:
+    """Return the same on a mesh. Its places are the ranks, where no others are given."""
+    ranks = ranks or range(len(mesh.devices))
     return max(_seconds(op, mesh, team, ranks, route).whole for team in mesh.teams())
 
 

@@ -342,6 +342,10 @@ def _in_unlike_groups(cluster: Cluster, options: PlanOptions) -> tuple[tuple[str
     """Return the devices of every stage, in the order of the cluster, where stages have a mesh each."""
     widths = [prod(mesh.values()) for mesh in stage_meshes(options.mesh)]
     names = [device.name for device in cluster.devices]
+    if options.stages not in (0, len(widths)):
+        raise UsageError(
+            f"the meshes {options.mesh!r} are those of {counted(len(widths), 'stage')}, {options.stages} are asked for"
+        )
     if sum(widths) > len(names):
         raise UsageError(f"the meshes {options.mesh!r} need {sum(widths)} devices, the cluster has {len(names)}")
     ends = list(accumulate(widths))

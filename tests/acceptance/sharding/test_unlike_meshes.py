@@ -215,7 +215,7 @@ def test_checker_refuses_messages_left_out_and_sent_twice() -> None:
 @pytest.mark.parametrize(
     ("mesh", "settings", "words"),
     [
-        ("tp=2;tp=1", {"split_at": ()}, "0 split points are named, 2 meshes need 1"),
+        ("tp=1;tp=1;tp=1", {}, "'tp=1;tp=1;tp=1' are those of 3 stages, 2 are asked for"),
         ("dp=2;dp=1", {"shard": ()}, "axis dp has sizes 1 and 2"),
         ("tp=2;tp=1", {"zero": 1}, "--zero shares variables out among replicas, and there are none"),
         ("tp=2;tp=1", {"packs": 2}, "1 split point is named, 2 meshes of 2 stages each need 3"),

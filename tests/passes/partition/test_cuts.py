@@ -55,7 +55,7 @@ def test_round_trips_are_least(
     cluster = cluster_of(rates, bandwidth, latency)
     module = differentiate(model).but(cluster=cluster)
     chain, count = chain_of(module), len(rates)
-    costs = ChainCosts(module, chain, [[device] for device in cluster.devices], [[4]] * count, cluster, "f32")
+    costs = ChainCosts([module] * count, [[device] for device in cluster.devices], [[4]] * count, cluster, "f32")
     search = CutSearch(costs, count, eagerness=eagerness)
     cuts = search.best()
     best = min(formula(costs, (0, *rest), eagerness) for rest in combinations(range(1, len(chain)), count - 1))

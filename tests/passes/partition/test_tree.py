@@ -303,7 +303,7 @@ def searched(plan: ps.Plan, cluster: Cluster) -> tuple[CutSearch, list[int]]:
     chain = chain_of(plan.reference)
     starts = [name for name in stage_starts(plan.reference, plan.module) if name]
     position = known_positions(chain, starts)
-    costs = ChainCosts(plan.reference, chain, [[d] for d in cluster.devices], [[4]] * 3, cluster, "f32")
+    costs = ChainCosts([plan.reference] * 3, [[d] for d in cluster.devices], [[4]] * 3, cluster, "f32")
     return CutSearch(costs, 3), by_operation([0, *(position[name] for name in starts)], len(chain))
 
 
