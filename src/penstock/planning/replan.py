@@ -273,12 +273,22 @@ def _summary(before: Sequence[Call], after: Sequence[Call], bundle: Bundle, plac
     other = "" if kind == schedule.name else f", as {schedule.name} cannot deal them to packs"
     cuts = [next(call.options for call in calls if call.name == "partition") for calls in (before, after)]
     pins = "" if cuts[0].pins == cuts[1].pins else ", without pins, as the number of stages is another"
-    was, now = (next((call for call in calls if call.name == "update-on"), None) for calls in (before, after))
-    here = ", updates on the devices of stages, as no other is left for them" if was is not None and now is None else ""
+    here = _updates_words(before, after, placed)
     here += ", one mesh for all stages" if ";" in cuts[0].mesh and ";" not in cuts[1].mesh else ""
     places = "" if cuts[0].split_by == cuts[1].split_by else ", cut at any operation, as modules do not make them"
     notes = f"{other}{lower}{pins}{places}{here}"
     return f"{stages}, schedule {kind} with {counted(schedule.microbatches, 'microbatch')}{notes}"
+
+
+def _updates_words(before: Sequence[Call], after: Sequence[Call], placed: StageDevices) -> str:
+    """Say where updates are, if that is no longer what it was: no device that computed becomes one that updates."""
+    was, now = (next((call for call in calls if call.name == "update-on"), None) for calls in (before, after))
+    if was is None:
+        return ""
+    turned = [device.name for group in placed.groups for device in group if device.name in was.options.devices]
+    verb = "computes" if len(turned) == 1 else "compute"
+    words = f", {' and '.join(turned)} {verb} instead of updating" if turned else ""
+    return words + (", updates on the devices of stages, as no other is left for them" if now is None else "")
 
 
 def _end_with(parent: int) -> None:

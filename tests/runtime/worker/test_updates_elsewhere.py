@@ -203,12 +203,18 @@ def test_training_goes_on_with_the_devices_that_are_left(mlp, tmp_path, left, ra
     ],
 )
 def test_every_device_that_is_left_has_a_rank_in_its_order(mlp, tmp_path, left, updating):
-    """Two devices update, both on the host of both stages: each has a stage to update, or computes."""
+    """Two devices update, both on the host of both stages: each has a stage to update, or computes. The summary names
+    those that compute now."""
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
     plan = ps.plan(ps.from_onnx(mlp), Cluster.local(4), training, update_on="cpu:2,cpu:3", split_at=["fc3.product"])
     assert plan.module.rank_devices() == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
     before = ps.compile(plan, tmp_path / "before", backend="numpy")
-    replan(open_bundle(before), left, tmp_path / "after")
+    said = replan(open_bundle(before), left, tmp_path / "after")
+    computing = [name for name in ("cpu:2", "cpu:3") if name in left and name not in updating]
+    if computing:
+        assert f", {' and '.join(computing)} {'compute' + 's' * (len(computing) == 1)} instead of updating" in said
+    else:
+        assert "instead of updating" not in said
     after = open_bundle(tmp_path / "after")
     assert after.module.rank_devices() == [rank.device for rank in after.manifest.ranks] == left
     assert [name for stage in updating_stages(after.module) for name in after.module.devices_of(stage)] == updating
