@@ -14,7 +14,8 @@ them was written between them.
 
 Variables whose parts replicas hold (`--zero 2` and 3) wait for nothing. A weight is gathered before earlier products,
 and the sum of a gradient is added to its variable behind later ones. They are so many that ranks wait less for
-collectives, which move one after the other, and no more, because both take memory.
+collectives, which move one after the other. Then each ends a product before it is needed, as far as memory allows:
+ranks are a product apart now and then. They are no more, because both take memory.
 
 Kept are the order of what reads and what changes one variable, and of definition and use. So results are the same to
 the last bit. Where a move would let the largest sum of temporaries alive at once grow by more than `growth`, fewer
@@ -179,8 +180,23 @@ class _Order:
         self.sent = {
             i: sent_bytes(self.ops[i], replicas) + rates.meeting for i in self.collectives if self._of_replicas(i)
         }
-        self.awaited = [[k for k in before if k in self.sent] for before in self.needs]
+        self.awaited = self._awaited()
         self.hiding = [0.0 if op.kind in EXCHANGES else _work(op, rates) for op in graph.ops]
+
+    def _awaited(self) -> list[list[int]]:
+        """Return the collectives over replicas that each operation waits for. What an elementwise operation behind a
+        product reads is waited for in front of that product: both are one kernel."""
+        awaited: list[list[int]] = [[] for _ in self.ops]
+        # The product of the kernel that an operation is likely to be in.
+        heads: dict[int, int] = {}
+        product = -1
+        for i, op in enumerate(self.ops):
+            if _is_product(op):
+                product = heads[i] = i
+            elif OPS[op.kind].family == "elementwise" and product in {heads.get(k, -2) for k in self.needs[i]}:
+                heads[i] = product
+            awaited[heads.get(i, i)] += [k for k in self.needs[i] if k in self.sent]
+        return awaited
 
     def run(self) -> tuple[Op, ...]:
         inside = [i for i in self.collectives if not self._of_replicas(i)]
@@ -296,21 +312,32 @@ class _Order:
         if self.grows:
             self.limit += max((self.ops[i].outs[0].type.nbytes for i in gathers), default=0)
             self.limit += max((self.ops[i].ins[0].type.nbytes for i in sums), default=0)
-        waits = self._waits(self.order)
-        for collective in sorted({*gathers, *sums}, key=self._read_at):
-            # Where all together wait as long, those that come later may still be moved.
-            least = _waited(waits, collective)
-            tried = (
-                self._earlier(collective, gathers[collective])
-                if collective in gathers
-                else self._later(collective, sums[collective])
-            )
-            for order in islice(tried, _FURTHEST):
-                if not least[1]:
-                    break
-                there = self._waits(order)
-                if (waited := _waited(there, collective)) < least and self._fits(order):
-                    least, waits, self.order = waited, there, order
+        place = {i: at for at, i in enumerate(self.order)}
+        for i in self.order:
+            for collective in self.awaited[i]:
+                if collective in gathers and place[collective] > place[i]:
+                    # In front of the kernel that reads it, and of what is gathered ahead there.
+                    self._try(next(self._earlier(collective, gathers[collective])))
+        # Ranks are a product apart now and then: once nothing is waited for, collectives end a product ahead.
+        for slack in (0.0, max((self.hiding[i] for i in self.order), default=0.0)):
+            for collective in sorted({*gathers, *sums}, key=self._read_at):
+                tried = (
+                    self._earlier(collective, gathers[collective])
+                    if collective in gathers
+                    else self._later(collective, sums[collective])
+                )
+                self._move(collective, islice(tried, _FURTHEST), slack)
+
+    def _move(self, collective: int, tried: Iterable[list[int]], slack: float) -> None:
+        """Take those of some orders that leave less to be waited for with a slack, and no more without."""
+        # Where all together wait as long, those that come later may still be moved.
+        least, bare = _waited(self._waits(self.order, slack), collective), sum(self._waits(self.order).values())
+        for order in tried:
+            if not least[1]:
+                break
+            waited, there = _waited(self._waits(order, slack), collective), sum(self._waits(order).values())
+            if waited < least and there <= bare and self._fits(order):
+                least, bare, self.order = waited, there, order
 
     def _of_variable(self, collective: int) -> set[int] | None:
         """Return the reads, and views of them, that a gather needs; None where it needs more."""
@@ -352,20 +379,23 @@ class _Order:
         for at in [*products[1:], len(order)] if products else []:
             yield [*(i for i in order[:at] if i not in sinks), *block, *(i for i in order[at:] if i not in sinks)]
 
-    def _waits(self, order: Sequence[int]) -> dict[int, float]:
+    def _waits(self, order: Sequence[int], slack: float = 0.0) -> dict[int, float]:
         """Return what of each collective over replicas is waited for, in bytes: they move one after the other, in the
-        order in which they begin."""
+        order in which they begin. With a slack each is to end so much before it is needed."""
         now = link = 0.0
         ends: dict[int, float] = {}
         waits: dict[int, float] = {}
         for i in order:
             for before in self.awaited[i]:
-                if before in ends:
-                    end = ends.pop(before)
-                    waits[before] = max(0.0, end - now)
-                    now = max(now, end)
+                if before not in ends:
+                    # It begins in front of the kernel that has its reader.
+                    ends[before] = link = max(link, now) + self.sent[before]
+                if before not in waits:
+                    waits[before] = max(0.0, ends[before] + slack - now)
+                    now = max(now, ends[before])
             if i in self.sent:
-                ends[i] = link = max(link, now) + self.sent[i]
+                if i not in ends:
+                    ends[i] = link = max(link, now) + self.sent[i]
             else:
                 now += self.hiding[i]
         return waits

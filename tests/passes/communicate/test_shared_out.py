@@ -68,6 +68,29 @@ def test_at_most_a_quarter_of_the_time_is_waited_for(model: ps.Model, monkeypatc
     assert exposed(planned(model)) >= 0.65
 
 
+def products_until_read(module: Module, kind: str) -> list[int]:
+    """Return for each collective of that kind in the backward how many products stand between it and its first reader,
+    those of the last two products left out: behind these nothing can be computed."""
+    ops = module.graphs["s0.B"].ops
+    products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
+    counts = []
+    for i, op in enumerate(ops[: products[-2]]):
+        if op.kind == kind:
+            read = next((k for k, reader in enumerate(ops) if op.outs[0] in reader.ins), len(ops))
+            counts.append(sum(i < at < read for at in products))
+    return counts
+
+
+def test_a_rank_that_is_a_product_behind_keeps_none_waiting(model: ps.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product hides what is in front of a sum on the link, and one is left. The first sum has nothing in front."""
+    first, *others = products_until_read(planned(model), "reduce_scatter")
+    assert first >= 1
+    assert min(others) >= 2
+    # The control: as the passes before leave it.
+    without(monkeypatch)
+    assert max(products_until_read(planned(model), "reduce_scatter")) < 1
+
+
 def test_memory_grows_by_a_weight_and_a_gradient_at_most(model: ps.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     after = planned(model)
     without(monkeypatch)
