@@ -1,8 +1,8 @@
 """The devices of every stage, the mesh that they make, and the teams of it.
 
-In: the options of `partition`, and a cluster. Out: for each stage its devices, in the order of the mesh. For costs there
-is a device for each team: the slowest of it, with the least memory of all. There is also the module as one device of a
-stage has it.
+In: the options of `partition`, and a cluster. Out: for each stage its devices, in the order of the mesh. For costs
+there is a device for each team: the slowest of it, with the least memory of all. There is also the module as one device
+of a stage has it.
 
 A mesh is written `dp=2,tp=2`, the last axis fastest. Without one, the devices of a stage are replicas of each other.
 """

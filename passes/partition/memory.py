@@ -201,8 +201,8 @@ def needs_of(
     outlook: Outlook,
 ) -> StageNeeds | None:
     """Return the memory needs of stages that are cut from a chain. They are None where no device has a limit, or no
-    schedule is named. `parts` are the module as one device of each stage has it, `readers` the operations that read each
-    parameter."""
+    schedule is named. `parts` are the module as one device of each stage has it, `readers` the operations that read
+    each parameter."""
     if outlook.schedule not in SCHEDULES or all(device.memory is None for ranks in devices for device in ranks):
         return None
     kind = SCHEDULES[outlook.schedule]

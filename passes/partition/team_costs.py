@@ -1,8 +1,8 @@
 """The seconds of collectives between the devices of a stage, where stages have a mesh each.
 
 In: the whole program with its reshards, the mesh of every stage, and the cluster. Out: for each stage and graph the
-seconds of each operation in collectives, which are 0 of all that is no reshard. What one mesh splits may be whole on the
-next one, so stages pay for the same reshard unlike.
+seconds of each operation in collectives, which are 0 of all that is no reshard. What one mesh splits may be whole on
+the next one, so stages pay for the same reshard unlike.
 
 Known limits: kernels hide nothing of a collective here. Own forms of operations count as if they had none.
 """
