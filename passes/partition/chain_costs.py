@@ -72,6 +72,25 @@ def _makers(chain: Sequence[Op]) -> dict[Value, int]:
     return {v: i for i, op in enumerate(chain) for v in op.outs}
 
 
+def _users(chain: Sequence[Op], index: Mapping[Value, int]) -> dict[Value, set[int]]:
+    """Return the operations that make and that read each value of a chain."""
+    users: dict[Value, set[int]] = {}
+    for i, op in enumerate(chain):
+        for value in op.ins:
+            if value in index:
+                users.setdefault(value, {index[value]}).add(i)
+    return users
+
+
+def _messages(parts: Sequence[Module], wire: str) -> dict[str, float]:
+    """Return the bytes of each value of a chain as it travels, in the largest of these parts."""
+    messages: dict[str, float] = {}
+    for part in parts:
+        for value in (value for op in chain_of(part) for value in op.outs):
+            messages[value.name] = max(messages.get(value.name, 0.0), float(travelling(value.type, wire)))
+    return messages
+
+
 def _seconds_of_variables(
     graph: Graph | None, first: Mapping[str, int], count: int, devices: Sequence[Sequence[Device]]
 ) -> list[Array]:
@@ -178,15 +197,8 @@ class ChainCosts:
             for stage in range(len(devices))
         ]
         self.loads = [crossing * (part * busy) for (part, _), busy in zip(self._links, self._busy, strict=True)]
-        users: dict[Value, set[int]] = {}
-        for i, op in enumerate(chain):
-            for value in op.ins:
-                if value in index:
-                    users.setdefault(value, {index[value]}).add(i)
-        made = [{v.name: travelling(v.type, wire) for op in chain_of(part) for v in op.outs} for part in unlike]
-        self._values = [
-            (frozenset(where), max(sizes[v.name] for sizes in made) * float(trips)) for v, where in users.items()
-        ]
+        users, messages = _users(chain, index), _messages(unlike, wire)
+        self._values = [(frozenset(where), messages[v.name] * trips) for v, where in users.items()]
         self._edges = [(index[v], i) for v, where in users.items() for i in where if i != index[v]]
         if backward is not None:
             if any(op.kind == "reshard" for graph in (forward_graph(module), backward) for op in graph.ops):
