@@ -71,6 +71,7 @@ SEND_OF, RECEIVE_OF, HAND_OF = (
     {ACTION_KINDS[kind].phase: kind for kind in kinds} for kinds in (SENDS, RECEIVES, HANDS)
 )
 PER_BATCH = tuple(row.name for row in _ROWS if row.per == "batch")
+_ONCE = frozenset(PER_BATCH)
 # Computations that read weights in one version, or make one.
 VERSIONED = tuple(row.name for row in _ROWS if row.versions)
 READERS = tuple(row.name for row in _ROWS if row.versions == "reads")
@@ -136,7 +137,7 @@ class Action(NamedTuple):
     @property
     def once(self) -> bool:
         """Return whether it is done once per batch, so that its number is that of a batch."""
-        return ITEMS[self.item[0]] == "batch" if self.item else self.kind in PER_BATCH
+        return ITEMS[self.item[0]] == "batch" if self.item else self.kind in _ONCE
 
     @property
     def computation(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import tempfile
 import threading
 import time
@@ -25,6 +26,8 @@ from penstock.ir.schedule import RECEIVES, Action
 # Text, then doubles: the time of the last heartbeat, the number of finished steps, where a save is, and the seconds
 # that were computed.
 _LINE = 128
+# It is cut off, or filled up with zeros.
+_LINE_TEXT = struct.Struct(f"{_LINE}s")
 _SLOT = 192
 _BEAT, _STEPS, _SAVE, _BUSY = range(_LINE // 8, _LINE // 8 + 4)
 # When a run has failed, its launcher waits for a checkpoint while its bytes grow, and for so many seconds in all.
@@ -95,7 +98,7 @@ class Status:
     def show(self, doing: Action | str | None) -> None:
         self.text = "idle" if doing is None else str(doing)
         if self._memory is not None:
-            self._memory[self._start : self._start + _LINE] = self.text.encode()[:_LINE].ljust(_LINE)
+            _LINE_TEXT.pack_into(self._memory, self._start, self.text.encode())
 
     def finish(self, step: int) -> None:
         """Record that a step is finished; they count from 0."""

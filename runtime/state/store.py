@@ -51,11 +51,10 @@ def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _MemoryBlock:
-    """A block of memory, the arrays of it by type, and its user. An array is alive as long as any tensor has its
-    memory, whichever tensor was made from which."""
+    """A block of memory and its user, an array of it. That is alive as long as any tensor has its memory, whichever
+    tensor was made from which."""
 
     memory: np.ndarray
-    arrays: dict[TensorType, np.ndarray] = field(default_factory=dict)
     user: Callable[[], np.ndarray | None] = lambda: None
 
 
@@ -91,18 +90,20 @@ class Recycled:
         blocks, brain = self._blocks.setdefault(room, []), type.dtype == "bf16"
         # NumPy and torch share no bfloat16.
         like = np.dtype(np.int16) if brain else numpy_dtype(type.dtype)
+        # Blocks as arrays of the type, by their place in the list.
+        arrays: dict[int, np.ndarray] = {}
 
         def lend() -> torch.Tensor:
             with self._lock:
-                block = next((block for block in blocks if block.user() is None), None)
-                if block is None:
-                    block = _MemoryBlock(self._memory(room))
-                    blocks.append(block)
-                array = block.arrays.get(type)
-                if array is None:
-                    array = block.arrays[type] = block.memory[: type.nbytes].view(like).reshape(type.dims)
-                lent = array[...]
-                block.user = weakref.ref(lent)
+                place = 0
+                while place < len(blocks) and blocks[place].user() is not None:
+                    place += 1
+                if place == len(blocks):
+                    blocks.append(_MemoryBlock(self._memory(room)))
+                if place not in arrays:
+                    arrays[place] = blocks[place].memory[: type.nbytes].view(like).reshape(type.dims)
+                lent = arrays[place][...]
+                blocks[place].user = weakref.ref(lent)
             return torch.from_numpy(lent).view(torch.bfloat16) if brain else torch.from_numpy(lent)
 
         return lend

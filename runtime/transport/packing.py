@@ -37,6 +37,8 @@ class EdgePacking:
         types = [self._memory(parcel) for parcel in self.parcels]
         room = [min((size for size in rooms if size >= type.nbytes), default=0) for type in types]
         self._lend = [buffers.lender(*each) for each in zip(types, room, strict=True)]
+        # Whether each message is a value, in the order of the edge.
+        self._plain = [parcel.numbers for parcel in self.parcels] == [(i,) for i in range(len(values))]
         self._empty = {i: allocate(value.type, device) for i, value in enumerate(values) if not value.type.nbytes}
 
     def __len__(self) -> int:
@@ -75,6 +77,8 @@ class EdgePacking:
 
     def unpack(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values, in the order of the edge."""
+        if self._plain:
+            return list(messages)
         values = dict(self._empty)
         for i, (parcel, message) in enumerate(zip(self.parcels, messages, strict=True)):
             values.update(zip(parcel.numbers, self.values_in(i, message), strict=True))

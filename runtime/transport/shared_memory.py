@@ -23,6 +23,7 @@ Known limits: Linux.
 from __future__ import annotations
 
 import array
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -33,6 +34,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -53,6 +55,7 @@ _SEGMENT = 256 << 20
 # fcntl's F_ADD_SEALS with F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW, which Python 3.11 does not name.
 ADD_SEALS, FIXED_SIZE = 1033, 1 | 2 | 4
 _FILE = struct.Struct("i")
+_RIGHTS = socket.CMSG_SPACE(_FILE.size)
 
 
 class OutOfTurn(RuntimeError):
@@ -60,11 +63,12 @@ class OutOfTurn(RuntimeError):
 
 
 class PacketSocket:
-    """A socket that keeps packets apart. Every wait has a deadline, that for room in the socket after `seconds`."""
+    """A socket that keeps packets apart. Every wait has a deadline, that for room in the socket after `seconds`. One
+    that takes no `files` drops those that come with packets."""
 
-    def __init__(self, end: socket.socket, largest: int, seconds: float) -> None:
+    def __init__(self, end: socket.socket, largest: int, seconds: float, *, files: bool = True) -> None:
         end.setblocking(False)
-        self._end, self._largest, self._seconds = end, largest, seconds
+        self._end, self._largest, self._seconds, self._files = end, largest, seconds, files
         self._ready = select.poll()
         self._ready.register(end, select.POLLIN)
         self._room = select.poll()
@@ -72,22 +76,28 @@ class PacketSocket:
 
     def send(self, packet: bytes, file: int | None = None) -> None:
         rights = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
-        deadline = Deadline(self._seconds)
+        deadline: Deadline | None = None
         while True:
             try:
-                self._end.sendmsg([packet], rights)
+                if rights:
+                    self._end.sendmsg([packet], rights)
+                else:
+                    self._end.send(packet)
             except BlockingIOError:
                 # Packets that were not read yet are few, but the system says how many it takes.
+                deadline = deadline or Deadline(self._seconds)
                 _poll(self._room, deadline)
             else:
                 return
 
     def take(self) -> tuple[bytes, int | None] | None:
         """Return a packet and the file that came with it; None if there is none yet."""
+        rights: Sequence[tuple[int, int, bytes]] = ()
         try:
-            packet, rights, _, _ = self._end.recvmsg(
-                self._largest, socket.CMSG_SPACE(_FILE.size), socket.MSG_CMSG_CLOEXEC
-            )
+            if self._files:
+                packet, rights, _, _ = self._end.recvmsg(self._largest, _RIGHTS, socket.MSG_CMSG_CLOEXEC)
+            else:
+                packet = self._end.recv(self._largest)
         except BlockingIOError:
             return None
         if not packet:
@@ -188,7 +198,8 @@ class SharedIncoming:
     """The receiver's end of a wire. The messages of `packings` lie in `blocks`."""
 
     def __init__(self, end: socket.socket, packings: EdgePackings, blocks: SharedBlocks, seconds: float) -> None:
-        self._line, self._blocks, self._known = PacketSocket(end, _HEAD.size, seconds), blocks, set[int]()
+        self._line = PacketSocket(end, _HEAD.size, seconds, files=False)
+        self._blocks, self._known = blocks, set[int]()
         self.packings = packings
 
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[BackgroundWork]]:
@@ -205,7 +216,7 @@ class SharedIncoming:
         return messages, [Arrival(self, number)]
 
     def wait(self, number: int, timeout: timedelta) -> None:
-        packet, _ = self._line.wait(Deadline(timeout.total_seconds()))
+        packet, _ = self._line.take() or self._line.wait(Deadline(timeout.total_seconds()))
         kind, arrived = _HEAD.unpack(packet)
         if (kind, arrived) != (_DONE, number):
             raise OutOfTurn(f"sent message {arrived} where {number} was expected")
@@ -307,7 +318,14 @@ class Departure:
 
 
 def _write_all(file: int, tensor: torch.Tensor, place: int) -> None:
-    left = tensor.reshape(-1).view(torch.uint8).numpy().data
-    while left:
-        written = os.pwrite(file, left, place)
-        left, place = left[written:], place + written
+    address, nbytes, written = tensor.data_ptr(), tensor.nbytes, 0
+    while written < nbytes:
+        left = _bytes_type(nbytes - written).from_address(address + written)
+        written += os.pwrite(file, left, place + written)
+
+
+@lru_cache(maxsize=256)
+def _bytes_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Return the type of memory that is given by its address. An array of a tensor takes longer to make than a small
+    message to write, where the caches of the processor have other things in them."""
+    return ctypes.c_char * nbytes

@@ -116,6 +116,8 @@ class RankTransport:
         self.rank, self._homes, self.seconds = rank, list(homes), timeout
         self._timeout = time_span(timeout)
         self._edges = _by_ends(edges)
+        # The ends of what sends and receives move, by kind, stage, peer and the stage there.
+        self._ends: dict[tuple[str, int, int | None, int | None], _Ends] = {}
         # The edges of every size of the model, the largest first, and the size of a microbatch.
         self._rungs: dict[str, dict[_Ends, Edge]] = {"": self._edges}
         self.rung_of: Callable[[int], str] = lambda mb: ""
@@ -168,6 +170,13 @@ class RankTransport:
         return edges[self._ends_of(action)]
 
     def _ends_of(self, action: Action) -> _Ends:
+        key = action.kind, action.stage, action.peer, action.end
+        ends = self._ends.get(key)
+        if ends is None:
+            ends = self._ends[key] = self._find_ends(action)
+        return ends
+
+    def _find_ends(self, action: Action) -> _Ends:
         assert action.peer is not None
         peer = action.other(self._homes)
         src, dst = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
@@ -185,7 +194,7 @@ class RankTransport:
         outgoing, sender = channel.outgoing, channel.sender
         assert outgoing is not None
         assert sender is not None
-        if (tiles := self._tiles_of(action)) is not None:
+        if self._tiles and (tiles := self._tiles_of(action)) is not None:
             assert action.peer is not None
             sent = tiles.cut(self._ends_of(action), action.peer, tensors)
         else:
@@ -285,7 +294,7 @@ class RankTransport:
         if self.device != CPU and not isinstance(channel.incoming, _ON_DEVICES):
             messages = [self.copies.upload(message) for message in messages]
         packing = channel.packings.of(action.mb)
-        if (tiles := self._tiles_of(action)) is not None:
+        if self._tiles and (tiles := self._tiles_of(action)) is not None:
             assert action.peer is not None
             return tiles.put(self._ends_of(action), action.peer, action.holder, packing.unpack(messages))
         return dict(zip(packing.names, packing.unpack(messages), strict=True))

@@ -108,18 +108,17 @@ class ActionStream:
 
     def _unroll(self, program: Program, first: int) -> Iterator[tuple[int, int, Upcoming]]:
         """Yield part of the list, number as the feed counts, action."""
-        m, last_reader = self._per_batch, retiring(program)
-        start: tuple[int, tuple[Action, ...], dict[int, int]] = (first, program.start, {})
-        for t, actions, retires in chain([start], ((t, program.batch, last_reader) for t in count(first))):
+        m, unit, retires = self._per_batch, self._unit, retiring(program)
+        start: list[tuple[Action, bool, int | None]] = [(action, action.once, None) for action in program.start]
+        batch = [(action, action.once, retires.get(i)) for i, action in enumerate(program.batch)]
+        for t, actions in chain([(first, start)], ((t, batch) for t in count(first))):
             shift = t - 1
-            for i, (kind, stage, mb, version, peer, end, item) in enumerate(actions):
-                once = actions[i].once
-                number = mb + shift * (1 if once else m)
+            for (kind, stage, mb, version, peer, end, item), once, last in actions:
+                number = mb + (shift if once else shift * m)
                 read = None if version is None else max(0, version + shift)
-                gone = retires[i] + shift if i in retires else -1
-                counted = number if once else number // self._unit
-                action = Action(kind, stage, number, read, peer, end, item)
-                yield t, counted, Upcoming(action, gone if gone >= 0 else None)
+                gone = None if last is None or last + shift < 0 else last + shift
+                counted = number if once else number // unit
+                yield t, counted, Upcoming(Action(kind, stage, number, read, peer, end, item), gone)
 
     def _advance(self, number: int, *, wait: bool) -> None:
         while len(self._ahead) < number and self._next is not None:

@@ -62,10 +62,9 @@ class Conduct:
     """The way an executor works. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables
     are those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each
     action, and raises errors of threads beside the loop. `exchange` does the collectives of the stage. `stage` is
-    one of the rank's, its first if not given, and `stages` gets the executors of all of them; `saved_sets`
-    has what forwards of the stage saved, where that is elsewhere. `sizes` are the modules
-    of all sizes of the model by rung, the largest first, and `called` gives the names of a rung's graphs in the
-    library; of one size they are not needed."""
+    one of the rank's, its first if not given, and `stages` gets the executors of all of them; `saved_sets` has what
+    forwards of the stage saved, where that is elsewhere. `sizes` are the modules of all sizes of the model by rung, the
+    largest first, and `called` gives the names of a rung's graphs in the library; of one size they are not needed."""
 
     retire: bool = True
     audit: bool = False
@@ -212,13 +211,14 @@ class Executor:
             if kind in SUM_USERS:
                 # Waiting for other ranks is no part of the computation's time.
                 stage.finish_sum(action)
-            stage.store.await_items(stage.touched.get(action.computation, ()))
+            if stage.touched:
+                stage.store.await_items(stage.touched.get(action.computation, ()))
             if stage.saved_sets is not None and kind in stage.saved_sets.saved.users:
                 stage.saved_sets.wait(action.mb)
             begun = None if self._times is None else self._times.mark()
             started = stage._started = time.monotonic()
             stage.perform(action)
-            if stage.pace.asked and not action.item:
+            if kind in stage.pace.asked and not action.item:
                 stage.pace.keep(action, started)
             if self._times is None or begun is None:
                 self._spent(action, started, time.monotonic())
@@ -226,12 +226,13 @@ class Executor:
                 self._times.end(action, begun)
             if retires is not None and self.retire:
                 stage.store.retire(retires)
-            is_last = not self._share or action.mb % self.schedule.microbatches == self._share[-1]
-            if kind == stage._last_kind and (unit == 1 or is_last):
-                self._finish_unit(action.mb if action.once else action.mb // unit)
-            if self._times is not None:
-                if kind == stage._last_kind and is_last and not stage._updates and not stage.is_loss_stage:
+            if kind == stage._last_kind:
+                is_last = not self._share or action.mb % self.schedule.microbatches == self._share[-1]
+                if unit == 1 or is_last:
+                    self._finish_unit(action.mb if action.once else action.mb // unit)
+                if self._times is not None and is_last and not stage._updates and not stage.is_loss_stage:
                     stage._end_batch(action.mb // self.schedule.microbatches, None)
+            if self._times is not None:
                 stage._readings.look()
                 self._times.look()
         self._settle()
@@ -351,16 +352,16 @@ class Executor:
         self._end_batch(action.mb, results.get(NORM))
 
     def send(self, action: Action) -> None:
-        edge = self.transport.edge_of(action)
-        self.transport.send(action, {value.name: self._value(action.holder, value) for value in edge.values})
+        edge, holder, once = self.transport.edge_of(action), action.holder, action.once
+        self.transport.send(action, {value.name: self._value(holder, value) for value in edge.values})
         # A value that several ranks take stays until it was sent to the last of them.
-        number = 0 if action.once else action.mb % self.schedule.microbatches
+        number = 0 if once else action.mb % self.schedule.microbatches
         left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind, action.stage, number]) - 1
         if left:
             self._unsent[action.kind, action.mb] = left
         else:
-            size = self._largest if action.once else self._of(action.mb)
-            self.store.keep_only(action.holder, size.sent_later[action.kind])
+            size = self._largest if once else self._of(action.mb)
+            self.store.keep_only(holder, size.sent_later[action.kind])
 
     def hand_on(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
