@@ -267,7 +267,7 @@ def period(kind: str, stages: int, microbatches: int) -> Callable[[], str]:
     return text
 
 
-def moves_of_state(layers: int, offload: str = "state", **options: object) -> str:
+def moves_of_state(layers: int, offload: str = "state", microbatches: int = 4, **options: object) -> str:
     """The computations and moves of a rank whose optimiser state is elsewhere, or what its forwards saved."""
     import tempfile
 
@@ -277,7 +277,7 @@ def moves_of_state(layers: int, offload: str = "state", **options: object) -> st
 
     with tempfile.TemporaryDirectory() as folder:
         model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [8] * layers, batch=4))
-    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=4)
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=microbatches)
     schedule = ps.plan(model, ps.Cluster.local(2), training, offload=offload, **options).module.schedule
     assert schedule is not None
     shown = [str(a) for a in schedule.ranks[0].batch if a.kind in COMPUTE or a.item]
@@ -394,7 +394,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "moves-of-state": lambda: moves_of_state(
         6, schedule="interleaved", packs=2, split_at=[f"fc{i}.product" for i in range(2, 5)]
     ),
-    "moves-of-sets": lambda: moves_of_state(9, "activations", schedule="gpipe", split_at=["fc5.product"]),
+    "moves-of-sets": lambda: moves_of_state(9, "activations", 6, schedule="gpipe", split_at=["fc5.product"]),
     "moves-of-chunks": lambda: moves_of_state(9, split_at=["fc5.product"]),
     "updates-elsewhere": updates_elsewhere,
     "prices-of-fates": prices_of_fates,

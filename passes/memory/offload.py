@@ -3,7 +3,7 @@ the pass `offload`.
 
 In: a wired schedule. Out: variables and stages with a home, and the actions that move them: copy in, update, copy out,
 let go. What is on the device at once depends on what else a rank has to do. Saved sets are those of
-saved_elsewhere.py; what follows is about state.
+saved_elsewhere.py, of ranks that need less memory for it; what follows is about state.
 
 A rank that runs several stages has the state `o` of one of them at a time: `CI:o U CO:o L:o`. That of a stage comes
 when that of the stage before it is let go of. L waits for CO and U for CI, so both stand in the middle of the
@@ -18,7 +18,7 @@ parts of its update.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, SUM, UPDATE, WEIGHTS_ITEM
@@ -31,7 +31,7 @@ from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
-from .overlap_that_fits import fits_devices
+from .overlap_that_fits import fits_devices, later_peaks
 from .saved_elsewhere import with_saved_sets
 from .weights_elsewhere import movable_weights, runs_batch_by_batch, with_weights
 
@@ -63,9 +63,40 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
 
 
 def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Module:
+    if options.what not in (ACTIVATIONS, BOTH, ALL):
+        return _without_variables(module, options, ahead=ahead)
+    alone = options.what != ALL
+    stages = [stage.index for stage in module.stages if module.stage_graph(stage.index, BACKWARD) is not None]
+    result = _without_variables(_without_saved_sets(module, stages, options.space, alone=alone), options, ahead=ahead)
+    moved, kept = later_peaks(result), later_peaks(_without_variables(module, options, ahead=ahead))
+    idle = set(_moved_for_nothing(kept, moved, result))
+    if not idle:
+        return result
+    if alone and not any(stage.home for stage in result.stages if stage.index not in idle):
+        rank = min(kept, key=lambda rank: moved[rank] - kept[rank])
+        raise UsageError(
+            "what forwards saved takes no less memory elsewhere, as so few microbatches wait for their backward: with "
+            f"its copies rank {rank} needs {moved[rank]} bytes, without them {kept[rank]}",
+            where="offload",
+            hint="take more microbatches or more stages, or --offload state",
+        )
+    stages = [stage for stage in stages if stage not in idle]
+    return _without_variables(_without_saved_sets(module, stages, options.space, alone=False), options, ahead=ahead)
+
+
+def _moved_for_nothing(kept: Mapping[int, int], moved: Mapping[int, int], module: Module) -> Iterator[int]:
+    """Yield the stages whose saved sets are elsewhere though none of their ranks needs less memory for it, or some
+    need more. `kept` and `moved` are the bytes of ranks without and with that."""
+    packs = module.rank_packs()
+    for pack in dict.fromkeys(map(tuple, packs)):
+        more = [moved[rank] - kept[rank] for rank, other in enumerate(packs) if tuple(other) == pack]
+        if max(more) > 0 or min(more) >= 0:
+            yield from (stage.index for stage in module.stages if stage.index in pack and stage.home)
+
+
+def _without_variables(module: Module, options: OffloadOptions, *, ahead: bool) -> Module:
+    """Return the module with state, and weights, elsewhere, where these are asked for."""
     result = module
-    if options.what in (ACTIVATIONS, BOTH, ALL):
-        result = _without_saved_sets(result, options.space, alone=options.what != ALL)
     if options.what != ACTIVATIONS:
         result = _without_state(result, options.space, alone=options.what in (STATE, BOTH), ahead=ahead)
     if options.what in (WEIGHTS, ALL):
@@ -87,10 +118,9 @@ def _without_weights(module: Module, space: str) -> Module:
     return with_weights(module, homes)
 
 
-def _without_saved_sets(module: Module, space: str, *, alone: bool) -> Module:
-    """Return the module with what forwards saved elsewhere until the backward, where that is a while; `alone` as for
-    state."""
-    stages = [stage.index for stage in module.stages if module.stage_graph(stage.index, BACKWARD) is not None]
+def _without_saved_sets(module: Module, stages: Collection[int], space: str, *, alone: bool) -> Module:
+    """Return the module with what forwards of stages saved elsewhere until the backward, where that is a while; `alone`
+    as for state."""
     result = with_saved_sets(module, {stage: _home(module, stage, space) for stage in stages})
     if alone and not any(stage.home for stage in result.stages):
         raise UsageError(

@@ -37,10 +37,15 @@ def _limited(module: Module) -> bool:
     return any(REPLICAS in axes_over(op.attrs["over"]) for g in graphs for op in g.ops if op.kind in EXCHANGES)
 
 
+def later_peaks(module: Module) -> dict[int, int]:
+    """Return the bytes that each rank needs at the worst moment, with the kernels and drops of later passes."""
+    return {rank: row.peak for rank, row in measure_memory(lifetimes(fuse(module, FuseOptions()))).items()}
+
+
 def fits_devices(module: Module) -> bool:
     """Return whether all that lives on a device fits into its memory, with the kernels and drops of later passes."""
     assert module.cluster is not None
     devices, used = module.rank_devices(), Counter[str]()
-    for rank, memory in measure_memory(lifetimes(fuse(module, FuseOptions()))).items():
-        used[devices[rank]] += memory.peak
+    for rank, peak in later_peaks(module).items():
+        used[devices[rank]] += peak
     return all(used[name] <= (module.cluster.device(name).memory or used[name]) for name in used)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.ir.schedule import RECEIVES, Action
@@ -18,6 +18,8 @@ from penstock.runtime.messages.status import describe_line
 from penstock.support import errors
 from penstock.support.errors import PeerLost, PenstockError
 
+from .logs import stages_in_words
+
 # More ranks than these are not listed.
 _MOST_LISTED = 16
 
@@ -26,15 +28,17 @@ _ERRORS = {
 }
 
 
-def place(rank: int, stage: int, doing: str, host: str = "") -> str:
-    """Name the place of an error."""
-    on = f"host {host}, " if host else ""
-    return f"rank {rank}, {on}stage {stage}, {'action ' if doing[:1].isdigit() else ''}{doing or 'starting'}"
+def place(rank: int, stages: Sequence[int], doing: str, host: str = "") -> str:
+    """Name the place of an error: of the stages of a rank, that of the action which it was at."""
+    on, acts = f"host {host}, " if host else "", ""
+    with contextlib.suppress(ValueError):
+        stages, acts = [Action.parse(doing).stage], "action "
+    return f"rank {rank}, {on}{stages_in_words(stages)}, {acts}{doing or 'starting'}"
 
 
-def named(rank: int, stage: int, process: int, host: str) -> str:
+def named(rank: int, stages: Sequence[int], process: int, host: str) -> str:
     """Name a rank as the subject of a sentence."""
-    return f"rank {rank} (stage {stage}, process {process} on {host})"
+    return f"rank {rank} ({stages_in_words(stages)}, process {process} on {host})"
 
 
 def ending(code: int) -> str:

@@ -174,7 +174,7 @@ class Keeper:
                 stderr=self._log,
             )
         files = {} if self._log is None else {self.rank: self._log}
-        self._follower = Follower(files, {self.rank: self.bundle.rank(self.rank).stage}, self._log_ranks)
+        self._follower = Follower(files, {self.rank: self.bundle.rank(self.rank).stages}, self._log_ranks)
         self._channel = Channel(ours)
         # For the first sign of life.
         self._start_limit = START_SECONDS + self.options.timeout
@@ -410,7 +410,7 @@ class Keeper:
         note = reached(steps - 1 if steps else None, self.options.checkpoint)
         rank = min(self._troubles, key=lambda r: (KINDS.index(self._troubles[r].kind), self._troubles[r].since))
         trouble = self._troubles[rank]
-        where = place(rank, self.bundle.rank(rank).stage, doing[rank], self._host(rank))
+        where = place(rank, self.bundle.rank(rank).stages, doing[rank], self._host(rank))
         if trouble.kind in ("error", "symptom"):
             failed = Failed(
                 trouble.error, trouble.what, "" if trouble.where == f"rank {rank}" else trouble.where, trouble.hint
@@ -429,14 +429,14 @@ class Keeper:
                 f"{self._named(self.rank)} heard nothing of any other rank for {seconds:g} s: the network of "
                 f"{self._host(self.rank)} is cut"
             )
-            where = place(self.rank, self.bundle.rank(self.rank).stage, doing[self.rank], self._host(self.rank))
+            where = place(self.rank, self.bundle.rank(self.rank).stages, doing[self.rank], self._host(self.rank))
         else:
             listed = " and ".join(f"{self._named(rank)}, which was at {describe_line(doing[rank])}," for rank in lost)
             what = (
                 f"nothing was heard for {seconds:g} s of {listed} the network is cut, the host is down, or the "
                 "processes are stopped"
             )
-            where = place(lost[0], self.bundle.rank(lost[0]).stage, doing[lost[0]], self._host(lost[0]))
+            where = place(lost[0], self.bundle.rank(lost[0]).stages, doing[lost[0]], self._host(lost[0]))
         return PeerLost(
             "; ".join([what, note, *others({r: text for r, text in doing.items() if r not in lost})]), where=where
         )
@@ -446,7 +446,7 @@ class Keeper:
 
     def _named(self, rank: int) -> str:
         process = self._group.processes[rank] if self._group is not None else self._process.pid
-        return named(rank, self.bundle.rank(rank).stage, process, self._host(rank))
+        return named(rank, self.bundle.rank(rank).stages, process, self._host(rank))
 
     def _own_doing(self) -> str:
         return self._board.read(0)

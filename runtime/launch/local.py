@@ -105,7 +105,6 @@ class Workers:
         self._processes: list[Process] = []
         self._channels: list[Channel] = []
         self._logs: list[IO[bytes]] = []
-        self._stages = [entry.stage for entry in bundle.manifest.ranks]
         self._follower: Follower | None = None
         self._closed = False
         self._ending = False
@@ -118,7 +117,8 @@ class Workers:
         try:
             for rank in range(self.count):
                 self._start(rank)
-            self._follower = Follower(dict(enumerate(self._logs)), dict(enumerate(self._stages)), log_ranks)
+            stages = {rank: entry.stages for rank, entry in enumerate(bundle.manifest.ranks)}
+            self._follower = Follower(dict(enumerate(self._logs)), stages, log_ranks)
             self._meet(setup)
         except BaseException:
             self.end()
@@ -354,10 +354,10 @@ class Workers:
         return cause, error_of(reports[first], self._place(first, doing[first]), doing, first, note)
 
     def _place(self, rank: int, action: str) -> str:
-        return place(rank, self.bundle.rank(rank).stage, action)
+        return place(rank, self.bundle.rank(rank).stages, action)
 
     def _named(self, rank: int) -> str:
-        return named(rank, self.bundle.rank(rank).stage, self._processes[rank].pid, socket.gethostname())
+        return named(rank, self.bundle.rank(rank).stages, self._processes[rank].pid, socket.gethostname())
 
     def _death(self, rank: int, code: int | None, doing: dict[int, str], note: str, tail: str) -> PeerLost:
         assert code is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO
 
 from penstock.support.errors import UsageError
@@ -22,6 +22,11 @@ DEFAULT = "0"
 _EVERY_SECONDS = 0.2
 _CHUNK, _LONGEST_LINE = 1 << 16, 1 << 14
 _TAIL_LINES = 12
+
+
+def stages_in_words(stages: Sequence[int]) -> str:
+    """Name the stages of a rank."""
+    return f"stage{'s' if len(stages) > 1 else ''} {' '.join(map(str, stages))}"
 
 
 def log_ranks_problems(text: str) -> list[str]:
@@ -51,12 +56,16 @@ def tail(log: IO[bytes]) -> str:
 
 
 class Follower:
-    """A thread that shows what is written into the `files` of chosen `ranks`, each line with its rank and stage, until
+    """A thread that shows what is written into the `files` of chosen `ranks`, each line with its rank and stages, until
     it is closed."""
 
-    def __init__(self, files: Mapping[int, IO[bytes]], stages: Mapping[int, int], ranks: Collection[int]) -> None:
+    def __init__(
+        self, files: Mapping[int, IO[bytes]], stages: Mapping[int, Sequence[int]], ranks: Collection[int]
+    ) -> None:
         self._files = {
-            f"[rank {rank}, stage {stages[rank]}] ": file.fileno() for rank, file in files.items() if rank in ranks
+            f"[rank {rank}, {stages_in_words(stages[rank])}] ": file.fileno()
+            for rank, file in files.items()
+            if rank in ranks
         }
         self._read = dict.fromkeys(self._files, 0)
         self._rest = dict.fromkeys(self._files, b"")

@@ -9,7 +9,18 @@ from itertools import pairwise
 
 import pytest
 from tests.oracles.drawn_chains import chain_model
-from tests.passes.memory.test_offload import CASES, DEEP, WIDTHS, M, compiled, edited, planned, same, trained
+from tests.passes.memory.test_offload import (
+    CASES,
+    DEEP,
+    WIDTHS,
+    M,
+    compiled,
+    edited,
+    let_sets_go,
+    planned,
+    same,
+    trained,
+)
 
 from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.graph import Module
@@ -36,6 +47,7 @@ def away(case: str, what: str = "activations", **options) -> Module:
 @pytest.fixture(autouse=True)
 def gpipe(monkeypatch):
     monkeypatch.setitem(CASES, "gpipe", ("gpipe", 4, 1))
+    let_sets_go(monkeypatch)
 
 
 @pytest.mark.parametrize("case", ["1f1b", *WAITING])

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.passes.memory.test_offload import let_sets_go
 from tests.runtime.job.test_packs import M, compiled, same, trained
 from tests.runtime.job.test_replicas import batches_of
 
@@ -177,8 +178,9 @@ def moved_lanes(module, copies):
     return +lanes
 
 
-def test_lanes_move_what_is_planned_to_the_byte(mlp, chunks, tmp_path):
+def test_lanes_move_what_is_planned_to_the_byte(mlp, chunks, tmp_path, monkeypatch):
     """Of each rank, direction and space. The control: a plan with one chunk, or one kind of item, left out."""
+    let_sets_go(monkeypatch)
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M, clip=0.5)
     cluster = replace(Cluster.local(2), spaces=(Space("disk"), Space("ssd", path=str(tmp_path))))
     plan = ps.plan(ps.from_onnx(mlp), cluster, training, split_at=["fc3.product"])

@@ -8,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+from tests.passes.memory.test_offload import let_sets_go
 from tests.runtime.job.test_replicas import batches_of
 
 import penstock as ps
@@ -15,8 +16,10 @@ from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.cluster import Cluster
 from penstock.models import write_mlp
 from penstock.planning.replan import replan
+from penstock.runtime.job.job import Job
 from penstock.runtime.job.run import run_bundle
-from penstock.support.errors import PeerLost
+from penstock.runtime.launch.failures import place
+from penstock.support.errors import PeerLost, VerifyError
 from penstock.verification.checks import delay_of
 
 M = 4
@@ -113,10 +116,23 @@ def test_checkpoints_of_packs_and_of_single_stages_load_in_each_other(mlp, tmp_p
 
 def test_a_rank_of_packs_that_is_killed_ends_the_run(mlp, tmp_path):
     packed = compiled(mlp, tmp_path / "packs", "interleaved", 2, 2)
-    with pytest.raises(PeerLost, match="rank 1"), ps.open(packed, timeout=60) as job:  # noqa: PT012
+    killed = r"rank 1 \(stages 1 3, process \d+ on "
+    with pytest.raises(PeerLost, match=killed), ps.open(packed, timeout=60) as job:  # noqa: PT012
         for number, _ in enumerate(job.steps(batches_of(job.bundle, 6))):
             if number == 1:
                 os.kill(job.workers.process_ids()[1], signal.SIGKILL)
+
+
+def test_an_error_names_the_stage_of_its_action(mlp, tmp_path):
+    """The loss is on stage 3. The rank's first stage is 1, which an error names that has no action."""
+    packed = compiled(mlp, tmp_path / "packs", "interleaved", 2, 2)
+    with Job(open_bundle(packed), timeout=60, nan="stop") as job:
+        (batch,) = batches_of(job.bundle, 1)
+        spoiled = {name: np.full_like(array, np.nan) for name, array in batch.items()}
+        with pytest.raises(VerifyError, match="step 0 has a loss nan") as caught:
+            list(job.steps([spoiled]))
+    assert caught.value.where.startswith("rank 1, stage 3, action 3U")
+    assert place(1, [1, 3], "loading") == "rank 1, stages 1 3, loading"
 
 
 def test_state_stays_elsewhere_on_fewer_devices(tmp_path):
@@ -133,8 +149,9 @@ def test_state_stays_elsewhere_on_fewer_devices(tmp_path):
     assert ran[0] == pytest.approx(ran[1], rel=1e-6)
 
 
-def test_state_stays_elsewhere_where_saved_sets_cannot(tmp_path):
+def test_state_stays_elsewhere_where_saved_sets_cannot(tmp_path, monkeypatch):
     """On one device each forward is followed by its backward at once: nothing is away between them."""
+    let_sets_go(monkeypatch)
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=6)
     model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [8] * 17, batch=4))
     plan = ps.plan(model, Cluster.local(4), training, offload="both", spill=str(tmp_path))

@@ -47,7 +47,7 @@ def cause(first: int, heartbeat: float, reports: list[Failed], monkeypatch: pyte
     workers.count, workers._board, workers._messages = 2, StatusBoard(2), queue.SimpleQueue()
     workers._processes = [Rank(first, None), Rank(2**22, 1)]
     workers._silence, workers._closed, workers.checkpoints = Patience(heartbeat), True, None
-    workers.bundle = SimpleNamespace(rank=lambda rank: SimpleNamespace(stage=rank))
+    workers.bundle = SimpleNamespace(rank=lambda rank: SimpleNamespace(stages=[rank]))
     log.touch()
     for report in reports:
         workers._messages.put((1, report, 0.0))

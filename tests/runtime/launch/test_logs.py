@@ -40,7 +40,7 @@ def test_every_line_is_shown_once_with_its_rank(written):
     files = {rank: tempfile.TemporaryFile() for rank in range(3)}  # noqa: SIM115 closed below
     error, sys.stderr = sys.stderr, io.StringIO()
     try:
-        follower = Follower(files, {0: 0, 1: 1, 2: 1}, {0, 2})
+        follower = Follower(files, {0: [0], 1: [1], 2: [1, 3]}, {0, 2})
         for rank, data in written:
             os.write(files[rank].fileno(), data)
         follower.close()
@@ -48,11 +48,11 @@ def test_every_line_is_shown_once_with_its_rank(written):
         said = sys.stderr.getvalue()
     finally:
         sys.stderr = error
-    for rank, stage in ((0, 0), (1, 1), (2, 1)):
+    for rank, stages in ((0, "stage 0"), (1, "stage 1"), (2, "stages 1 3")):
         whole = b"".join(data for of, data in written if of == rank)
         lines = whole.split(b"\n")
         lines = lines[:-1] if not lines[-1] else lines
-        expected = [f"[rank {rank}, stage {stage}] {line.decode('utf-8', 'replace').rstrip()}" for line in lines]
+        expected = [f"[rank {rank}, {stages}] {line.decode('utf-8', 'replace').rstrip()}" for line in lines]
         assert [line for line in said.split("\n") if line.startswith(f"[rank {rank}, ")] == (
             [] if rank == 1 else expected
         )

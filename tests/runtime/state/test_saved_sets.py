@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.passes.memory.test_offload import let_sets_go
 from tests.runtime.job.test_offload import traced
 from tests.runtime.job.test_packs import M, same, trained
 
@@ -17,6 +18,11 @@ from penstock.ir.memory.saved_sets import saved_set
 from penstock.models import write_mlp
 from penstock.runtime.telemetry.memory_trace import measured_account, planned_beside, read_trace
 from penstock.support.errors import PenstockError
+
+
+@pytest.fixture(autouse=True)
+def also_for_nothing(monkeypatch):
+    let_sets_go(monkeypatch)
 
 
 def bundle(place, offload, schedule="gpipe", backend="tvm", **options):

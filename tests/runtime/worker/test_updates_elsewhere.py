@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.passes.memory.test_offload import let_sets_go
 from tests.runtime.job.test_offload import traced
 from tests.runtime.job.test_packs import M, same, trained
 from tests.runtime.job.test_replicas import batches_of
@@ -155,7 +156,24 @@ def test_one_error_names_all_that_updates_elsewhere_do_not_go_with(mlp):
         )
 
 
-def test_what_forwards_saved_is_elsewhere_and_updates_are(mlp, tmp_path):
+@pytest.mark.parametrize("what", ["weights", "all"])
+def test_weights_do_not_go_elsewhere_where_updates_are(tmp_path, what):
+    """The control: without updates elsewhere the same plan has them elsewhere."""
+    deep = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [8] * 9, batch=4))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=4)
+    options = {"schedule": "interleaved", "packs": 3, "offload": what, "spill": str(tmp_path)}
+    with pytest.raises(UsageError) as caught:
+        ps.plan(deep, Cluster.local(3), training, update_on="cpu:2", **options)
+    said = f"--offload {what}: gradients that are handed out do not go with their weights"
+    assert str(caught.value).startswith("--update-on cpu:2 cannot be:")
+    assert str(caught.value).count("--") == 2
+    assert said in str(caught.value)
+    plan = ps.plan(deep, Cluster.local(2), training, **options)
+    assert "w" in {action.item for action in plan.module.schedule.actions()}
+
+
+def test_what_forwards_saved_is_elsewhere_and_updates_are(mlp, tmp_path, monkeypatch):
+    let_sets_go(monkeypatch)
     expected = trained(compiled(mlp, tmp_path / "here", schedule="gpipe"))
     away = compiled(mlp, tmp_path / "away", UPDATER, schedule="gpipe", offload="activations", spill=str(tmp_path))
     same(trained(away), expected)
