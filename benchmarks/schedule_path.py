@@ -20,11 +20,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from machine import markdown
+from machine import load, markdown, processor, write_json
+from processes import allowed_cores
 from schedules import ROWS, Row, built, compile_row, packs_of
 
 from penstock.backends.bundle.format import open_bundle
@@ -86,28 +87,52 @@ def longest_path(
     return parts
 
 
-def measure(row: Row, schedule: str, forward: float, batches: int, folder: Path) -> None:
-    """Run batches of one schedule, and print its path."""
+def measure(row: Row, schedule: str, forward: float, batches: int, folder: Path) -> dict[str, Any]:
+    """Run batches of one schedule, and return the times of its batches and the parts of its path, those of a batch."""
     part = forward / packs_of(schedule)
     given = {"F": part, "B": 2 * part}
     bundle = open_bundle(compile_row(row, schedule, folder))
     with Job(bundle, data=DataSpec(), pace=given, trace=True) as job:
         ends = [step.at for step in job.steps_from_data(batches)]
         parts = longest_path(job.traces, bundle.module.rank_stages(), given)
-    measured, formula = (
-        statistics.median(b - a for a, b in pairwise(ends)),
-        time_per_batch(built(schedule, row), *given.values()),
-    )
-    print(
-        f"{row.name} {schedule}: {measured * 1e3:.1f} ms per batch, {measured / formula - 1:+.1%} over {formula * 1e3:.1f} ms"
-    )
+    return {
+        "row": row.name,
+        "schedule": schedule,
+        "formula": time_per_batch(built(schedule, row), *given.values()),
+        "seconds": [b - a for a, b in pairwise(ends)],
+        "parts": {
+            what: {"spent": sum(s) / batches, "times": len(s) / batches, "median": statistics.median(s)}
+            for what, s in parts.items()
+        },
+    }
+
+
+def over(path: Mapping[str, Any]) -> float:
+    """Return how much of the formula the parts of a path are that it does not have, each at its median."""
+    parts = (part for what, part in path["parts"].items() if what != GIVEN)
+    return float(sum(part["times"] * part["median"] for part in parts) / path["formula"])
+
+
+def table_of(paths: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and lines of the table: parts of the paths, and their sums."""
+    head = ["part of the longest path"]
+    for path in paths:
+        head += [f"{path['schedule']}: times", "median", "of the formula"]
+    whats = [
+        what for what in sorted(paths[-1]["parts"], key=lambda w: -paths[-1]["parts"][w]["spent"]) if what != GIVEN
+    ]
     lines = []
-    for what, spent in sorted(parts.items(), key=lambda part: -sum(part[1])):
-        times, middle = len(spent) / batches, statistics.median(spent)
-        usual = "" if what == GIVEN else f"{times * middle / formula:.1%}"
-        row_of_table = f"{sum(spent) / batches * 1e3:.1f}", f"{times:.1f}", f"{middle * 1e6:.0f}", usual
-        lines.append([what, *row_of_table])
-    print(markdown(["", "ms per batch", "times", "median us", "of the formula at the median"], lines))
+    for what in whats:
+        lines.append([what])
+        for path in paths:
+            part = path["parts"].get(what, {"times": 0, "median": 0})
+            share = part["times"] * part["median"] / path["formula"]
+            lines[-1] += [f"{part['times']:.0f}", f"{part['median'] * 1e6:.0f} us", f"{share:.1%}"]
+    sums, measured = ["sum of these"], ["batches, by the median"]
+    for path in paths:
+        sums += ["", "", f"{over(path):.1%}"]
+        measured += ["", "", f"{statistics.median(path['seconds']) / path['formula'] - 1:.1%}"]
+    return head, [*lines, sums, measured]
 
 
 def main() -> int:
@@ -116,11 +141,16 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=9, metavar="N")
     parser.add_argument("--only", nargs="+", default=["4x16"], metavar="DxM", help="rows of schedules.py")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved /2", "interleaved /4"])
+    parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    paths, before = [], load()
     for row in (row for row in ROWS if row.name in arguments.only):
         for schedule in arguments.schedules:
             with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-                measure(row, schedule, arguments.forward, arguments.batches, Path(folder))
+                paths.append(measure(row, schedule, arguments.forward, arguments.batches, Path(folder)))
+                print(markdown(*table_of(paths[-1:])))
+    facts = {"forward": arguments.forward, "processor": processor(allowed_cores()), "load": [before, load()]}
+    write_json(arguments.json, {"facts": facts, "rows": paths})
     return 0
 
 

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from machine import write_json
+from machine import load, processor, write_json
+from processes import allowed_cores
 
 import penstock as ps
 from penstock.ir.grid import time_per_batch
@@ -77,6 +78,7 @@ ROWS = (
     Row(4, 16, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2")),
     Row(4, 8, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
     Row(8, 8, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
+    Row(8, 32, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
     Row(4, 6, 1, ("2bw", "eager-2bw")),
     Row(2, 8, 0, ("1f1b", "1f1b" + TWICE, "2bw", "2bw" + TWICE)),
 )
@@ -205,6 +207,20 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def table_of(lines: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and lines of a table of times beside formulas."""
+    head = ["d", "m", "schedule", "per batch", "formula", "over"]
+    return head, [
+        [
+            *(str(x[key]) for key in ("stages", "microbatches", "schedule")),
+            f"{x['seconds'] * 1e3:.1f} ms",
+            f"{x['formula'] * 1e3:.0f} ms",
+            f"{x['seconds'] / x['formula'] - 1:+.1%}",
+        ]
+        for x in lines
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
@@ -218,11 +234,12 @@ def main() -> int:
     rows = [row for row in ROWS if not arguments.only or row.name in arguments.only]
     if not rows:
         parser.error(f"no such row, there are {' '.join(row.name for row in ROWS)}")
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), load()
     lines = [line for row in rows for line in measure(row, arguments.forward, arguments.rounds, arguments.batches)]
     print(table(lines))
     print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    write_json(arguments.json, {"forward": arguments.forward, "lines": lines})
+    facts = {"forward": arguments.forward, "processor": processor(allowed_cores()), "load": [before, load()]}
+    write_json(arguments.json, {"facts": facts, "rows": lines})
     return 1 if any(line["live"] != line["versions"] for line in lines) else 0
 
 

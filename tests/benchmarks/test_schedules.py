@@ -19,7 +19,7 @@ from schedule_path import longest_path
 def test_rows_have_their_formulas_and_versions(tmp_path: Path) -> None:
     words = ["--only", "2x2", "--forward", "0.002", "--rounds", "2", "--batches", "3"]
     report, done = run_benchmark("schedules", words, tmp_path)
-    lines = report["lines"]
+    lines = report["rows"]
     assert [(x["schedule"], x["live"]) for x in lines] == [("1f1b", 1), ("zb-1f1b", 1), ("2bw", 2)]
     # In forwards: (m+d-1)(tf+tb), m(tf+tb) + (d-1)(tf+tb-2tw), m(tf+tb).
     assert [x["formula"] / 0.002 for x in lines] == pytest.approx([9, 7, 6])
@@ -33,7 +33,7 @@ def test_forwards_that_are_computed_again_have_their_formula(tmp_path: Path) -> 
     """The control takes as long in backwards, on the path to the stage before."""
     words = ["--only", "4x8-again", "--forward", "0.002", "--rounds", "1", "--batches", "3"]
     report, _ = run_benchmark("schedules", words, tmp_path)
-    lines = {x["schedule"]: x for x in report["lines"]}
+    lines = {x["schedule"]: x for x in report["rows"]}
     assert list(lines) == ["1f1b in B", "1f1b again"]
     assert [x["formula"] / 0.002 for x in lines.values()] == pytest.approx([44, 39])
 
