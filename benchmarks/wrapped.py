@@ -8,8 +8,9 @@ Each row trains linear layers with `--offload weights` in worker processes. Only
 it. Copies are real, of real weights and state, in a folder on the disk. In some rows computations hide the copies, in
 the control they do not: a forward takes as good as no time.
 
-A prediction is that of the simulator, with these times and the bandwidth of the disk. This is measured in turns with
-the batches, by code of its own (elsewhere.py). A batch's time is from the end of the one before to its own; the row's
+A prediction is that of the simulator, with the bandwidth of the disk and the times that the same computations took
+without moves, which are those given or what kernels take. The disk is measured in turns with the batches, by code of
+its own (elsewhere.py). A batch's time is from the end of the one before to its own; the row's
 is the median. `copies` are the seconds that the disk alone takes for the copies of a batch. The goal is a prediction
 within 10 % in all rows that hide their copies. Losses are compared to the last bit with those of training without
 moves: exit code 1 where they differ.
@@ -34,11 +35,14 @@ from elsewhere import Way
 from machine import load, markdown, processor, system, versions, write_json
 
 import penstock as ps
+from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.cluster import Space
 from penstock.ir.memory.items import stage_images
+from penstock.ir.schedule import COMPUTE, Action
 from penstock.models import write_mlp
 from penstock.planning.predict import predict_timed
 from penstock.runtime.job.job import Job
+from penstock.runtime.messages.control import DataSpec
 
 LAYERS, MOVED, WITHIN = 2, 32 << 20, 0.1
 
@@ -91,13 +95,23 @@ def copied(planned: ps.Plan) -> int:
     )
 
 
-def predicted(planned: ps.Plan, row: Row, bandwidth: float) -> float:
-    """Predict the seconds of a batch."""
+def computed(job: Job) -> dict[str, float]:
+    """Return the seconds that computations of a traced run took, by stage and kind, by the median."""
+    spent: dict[str, list[float]] = {}
+    for name, begun, ended in (event for trace in job.traces for event in trace):
+        action = Action.parse(name)
+        if action.kind in COMPUTE:
+            spent.setdefault(f"{action.stage}{action.kind}", []).append(ended - begun)
+    return {key: statistics.median(seconds) for key, seconds in spent.items()}
+
+
+def predicted(planned: ps.Plan, times: dict[str, float], bandwidth: float) -> float:
+    """Predict the seconds of a batch whose computations take these times."""
     module = planned.module
     assert module.cluster is not None
     spaces = tuple(replace(space, bandwidth=bandwidth) for space in module.cluster.spaces)
-    times = {f"{s.index}{kind}": seconds for s in module.stages for kind, seconds in row.pace.items()}
-    return predict_timed(module.but(cluster=replace(module.cluster, spaces=spaces)), [times] * row.devices).step
+    of_ranks = [times] * len(module.rank_packs())
+    return predict_timed(module.but(cluster=replace(module.cluster, spaces=spaces)), of_ranks).step
 
 
 def measure(row: Row, folder: Path, width: int, rounds: int, batches: int) -> dict[str, Any]:
@@ -109,7 +123,8 @@ def measure(row: Row, folder: Path, width: int, rounds: int, batches: int) -> di
         jobs: dict[str, Job] = {}
         for offload, planned in plans.items():
             bundle = ps.compile(planned, folder / offload, backend="numpy")
-            jobs[offload] = stack.enter_context(ps.open(bundle, data="synthetic", pace=row.pace))
+            options: dict[str, Any] = {"data": DataSpec(), "pace": row.pace, "trace": offload == "none"}
+            jobs[offload] = stack.enter_context(Job(open_bundle(bundle), **options))
         for _ in range(rounds):
             ways.append(way.seconds())
             for offload, job in jobs.items():
@@ -118,6 +133,7 @@ def measure(row: Row, folder: Path, width: int, rounds: int, batches: int) -> di
                 if offload == "weights":
                     # The first batch behind an empty pipeline is none of a long run.
                     times += [b - a for a, b in pairwise([step.at for step in steps])][1:]
+        given = computed(jobs["none"])
     bandwidth = MOVED / statistics.median(ways)
     moved = copied(plans["weights"])
     return {
@@ -128,7 +144,8 @@ def measure(row: Row, folder: Path, width: int, rounds: int, batches: int) -> di
         "moved": moved,
         "copies": moved / 2 / bandwidth,
         "bandwidth": bandwidth,
-        "predicted": predicted(plans["weights"], row, bandwidth),
+        "computed": given,
+        "predicted": predicted(plans["weights"], given, bandwidth),
         "seconds": statistics.median(times),
         "same": losses["weights"] == losses["none"],
         "turns": times,

@@ -33,6 +33,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "gradient-bytes": committed_table("gradient_bytes"),
         "sums-behind": committed_table("sums_behind"),
         "beyond-memory-parts": committed_table("beyond_memory_parts"),
+        "packs-timed": committed_table("schedules", run="packs_timed"),
+        "schedule-path": committed_table("schedule_path"),
         "updates-timed": committed_table("update_on"),
         "updates-losses": committed_table("update_on", "losses"),
         "updates-beside": committed_table("zero", run="updates_beside"),
