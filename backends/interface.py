@@ -77,6 +77,9 @@ class StageProgram(Protocol):
     def uncaptured(self) -> Mapping[str, str]:
         """Return why graphs are launched kernel by kernel on a device that can launch all of them at once, by graph."""
 
+    def captured_bytes(self) -> int:
+        """Return the bytes that calls keep which were captured, to be launched at once."""
+
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Promise that these tensors, one per slot of the graph, keep their values from this call on. The program may
         keep what it derives from them. Calls with other tensors give the right result, too. For graphs that only read

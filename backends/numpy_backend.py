@@ -110,6 +110,9 @@ class NumpyProgram:
     def uncaptured(self) -> dict[str, str]:
         return {}
 
+    def captured_bytes(self) -> int:
+        return 0
+
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Hold nothing: operands are used as they are, and all of them are read."""
         return frozenset()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backends.tvm.cuda.devices import check_memory, find_device
+from penstock.backends.tvm.cuda.devices import check_memory, find_device, room_for_captures
 from penstock.backends.tvm.run.runtime_library import CUDA_LIBRARY, carried_files, prepare_runtime
 from penstock.ir.graph import Graph, Module
 from penstock.ir.ops import OPS
@@ -95,7 +95,8 @@ class TvmBackend:
         if gpu is not None:
             from penstock.backends.tvm.cuda.load import CudaProgram  # lazy: heavy
 
-            return CudaProgram(library, stage_graphs(module, stage), gpu, threads, exchange, carried)
+            room = room_for_captures(module, stage, gpu, device)
+            return CudaProgram(library, stage_graphs(module, stage), gpu, threads, exchange, carried, room)
         from penstock.backends.tvm.run.load import TvmProgram  # lazy: heavy
 
         return TvmProgram(library, stage_graphs(module, stage), threads, exchange=exchange, carried=carried)

@@ -135,7 +135,7 @@ class Job(JobText):
     def _begin_records(self) -> None:
         """Begin the lists, by rank, of what the workers report of themselves."""
         world = self.bundle.world_size
-        self.peak_bytes, self.base_bytes, self.device_bytes = [0] * world, [0] * world, [0] * world
+        self.peak_bytes, self.base_bytes, self.device_bytes, self.captured_bytes = ([0] * world for _ in range(4))
         # The longest that a save had to wait for the one before, in seconds.
         self.save_waited = 0.0
         self.traces: list[list[Event]] = [[] for _ in range(world)]
@@ -359,7 +359,7 @@ class Job(JobText):
             self.copies[rank] += message.copies
         else:
             self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
-            self.base_bytes[rank] = message.base_bytes
+            self.base_bytes[rank], self.captured_bytes[rank] = message.base_bytes, message.captured_bytes
             self.device_bytes[rank] = max(self.device_bytes[rank], message.device_bytes)
             self.save_waited = max(self.save_waited, message.waited)
 

@@ -171,7 +171,7 @@ class _LocalRun:
             try:
                 record.start()
                 self._train(job, record, self._first + options.steps)
-                record.on_devices(job.steps_done, job.device_bytes)
+                record.on_devices(job.steps_done, job.device_bytes, job.captured_bytes)
                 if options.trace is not None:
                     record.overlapped(job.steps_done, overlap_of(job.traces, job.module))
                     record.exchanged(job.steps_done, collective_totals(job.collectives, job.module))

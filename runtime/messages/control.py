@@ -206,12 +206,14 @@ class Done(Record, frozen=True):
     without memory of other ranks that it reads in place.
     `base_bytes` is its size before it had any variable: the interpreter, torch, the back end's libraries and the
     stage's code. `waited` is how many seconds a SaveCommand waited for the one before. `device_bytes` is the most
-    memory of the rank's GPU in use, by all processes, at the end of a batch."""
+    memory of the rank's GPU in use, by all processes, at the end of a batch, `captured_bytes` what captured calls keep
+    of it."""
 
     peak_bytes: int = 0
     base_bytes: int = 0
     waited: float = 0.0
     device_bytes: int = 0
+    captured_bytes: int = 0
 
 
 class Parameters(Record, frozen=True):

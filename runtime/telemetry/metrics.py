@@ -21,9 +21,10 @@ Where ranks copy between memory spaces, a row has those of each direction, in th
 
     {"step": 99, "copies_in": 200, "copies_in_bytes": 409600, "copies_in_s": 0.4, "copies_in_waited_s": 0.1}
 
-Where ranks have GPUs, a row has the most memory of each such rank's GPU in use at the end of a batch, by all programs:
+Where ranks have GPUs, a row has the most memory of each such rank's GPU in use at the end of a batch, by all programs.
+It also has what captured calls of a rank keep:
 
-    {"step": 99, "rank1_gpu_bytes": 2147483648}
+    {"step": 99, "rank1_gpu_bytes": 2147483648, "rank1_captured_bytes": 209715200}
 
 `step_s` is the time since the step before (since the start of the run for the first one). `grad_norm`, that of the
 whole gradient before it is clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16). An
@@ -211,11 +212,13 @@ class Metrics:
         if copies:
             self._write(row)
 
-    def on_devices(self, done: int, used: Sequence[int]) -> None:
-        """Write the memory of GPUs that was in use, in a row of its own. `used` has 0 for ranks without one."""
+    def on_devices(self, done: int, used: Sequence[int], captured: Sequence[int]) -> None:
+        """Write the memory of GPUs that was in use, and what captured calls keep of it, in a row of their own. Both
+        have 0 for ranks without any."""
         row: Row = {f"rank{rank}_gpu_bytes": nbytes for rank, nbytes in enumerate(used) if nbytes}
+        keeps: Row = {f"rank{rank}_captured_bytes": nbytes for rank, nbytes in enumerate(captured) if nbytes}
         if row:
-            self._write({"step": done - 1, **row})
+            self._write({"step": done - 1, **row, **keeps})
 
     def _write(self, row: Row) -> None:
         if self._file is not None:

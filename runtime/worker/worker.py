@@ -299,7 +299,8 @@ class Worker:
     def _done(self, waited: float = 0.0) -> Done:
         # What is read at other ranks is theirs, and was read after all that is loaded was there.
         peak = max(self.loaded, peak_bytes() - (borrowed_bytes() if self.carriers.shares else 0))
-        return Done(peak, self.base, waited, self.executor.device_memory.most)
+        captured = sum(stage.program.captured_bytes() for stage in self.executor.stages.values())
+        return Done(peak, self.base, waited, self.executor.device_memory.most, captured)
 
     def _load_stores(self, programs: Mapping[int, StageProgram]) -> None:
         """Load the variables of all stages of the rank, one after the other."""

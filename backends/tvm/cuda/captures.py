@@ -11,11 +11,14 @@ it was captured:
                 stage takes are handed on as copies: a batch's losses are kept to its end
     temporaries kept for the captured call, so that no other call gets them
 
-Calls are captured where `PENSTOCK_CUDA_GRAPHS=1` asks for it. Captured calls have memory that no plan counts, and
-never met a GPU. A call is captured once it comes with addresses that came before. The stage has to update its weights
-before, so that all of its graphs have the memory they need. A stage that does not update weights itself has many calls
-before. Nothing is executed by a capture: where it fails, the call is made as it was before, and nothing more is
-captured. Calls that are not captured say why (`reasons`).
+Calls are captured where `PENSTOCK_CUDA_GRAPHS=1` asks for it: no capture has met a GPU. A call is captured once it
+comes with addresses that came before. The stage has to update its weights before, so that all of its graphs have the
+memory they need. A stage that does not update weights itself has many calls before. Nothing is executed by a capture:
+where it fails, the call is made as it was before, and nothing more is captured. Where an interrupt ends it, that goes
+on, and calls may be captured behind it. Calls that are not captured say why (`reasons`).
+
+The plan of the stage says how many bytes all captured calls may keep (ir/memory/captured.py), and no call is captured
+that would take more. What a library takes during a capture is counted behind it.
 
 Limits: a graph with collectives is never captured, as ranks wait for each other in it. The temporaries of several
 captured calls share no memory. Graphs without variables of the same addresses, such as those that are brought from
@@ -25,17 +28,20 @@ the host for each batch, are not captured.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.backends.tvm.run.machine import VirtualMachine
+from penstock.backends.tvm.run.runtime_library import forget_cuda_error
 from penstock.ir.action_kinds import UPDATE
-from penstock.ir.collective_calls import calls_of
 from penstock.ir.graph import Graph, graph_kind, signature, slot_types
+from penstock.ir.memory.captured import MOST_CALLS, in_pages, made_values, never_captured
 from penstock.ir.types import LONG_NAMES
 from penstock.support.errors import UsageError
+from penstock.support.words import shown_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +51,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "PENSTOCK_CUDA_GRAPHS"
 _ALLOCATE = "vm.builtin.alloc_storage"
-# The sets of addresses that a graph may come with. Each takes memory.
-_MOST = 64
 # The sets of addresses that are remembered for a graph.
-_KNOWN = 4 * _MOST
+_KNOWN = 4 * MOST_CALLS
 # Results of so many bytes are handed on as copies where no graph of the stage takes them.
 _SMALL = 4096
 # Memory that has to be free for a capture, as a multiple of what it takes.
@@ -142,13 +146,22 @@ class _Calls:
 
 
 class Captures:
-    """The captured calls of one stage on a GPU. `direct` calls a graph kernel by kernel."""
+    """The captured calls of one stage on a GPU. `direct` calls a graph kernel by kernel. `taken` are the bytes that
+    captured calls keep, `room` the most that they may; without it, what is free."""
 
-    def __init__(self, machine: VirtualMachine, graphs: Sequence[Graph], device: torch.device, direct: Direct) -> None:
+    def __init__(
+        self,
+        machine: VirtualMachine,
+        graphs: Sequence[Graph],
+        device: torch.device,
+        direct: Direct,
+        room: int | None = None,
+    ) -> None:
         import torch  # lazy: heavy
 
-        self._machine, self._device, self._direct = machine, device, direct
-        results = {value.name for graph in graphs for value in signature(graph).results}
+        self._machine, self._device, self._direct, self._room = machine, device, direct, room
+        self.taken = 0
+        results = made_values(graphs)
         inputs = {value.name for graph in graphs for value in signature(graph).ins}
         self._calls = {graph.name: _calls_of(graph, results, inputs) for graph in graphs}
         self._updates = {graph.name for graph in graphs if graph_kind(graph.name) == UPDATE}
@@ -163,7 +176,9 @@ class Captures:
     def reasons(self) -> dict[str, str]:
         """Return why graphs are launched kernel by kernel, for those of which a call was refused, or which have had
         many calls and no captured one."""
-        rare = {name: calls.note for name, calls in self._calls.items() if calls.direct > _MOST and not calls.captured}
+        rare = {
+            name: calls.note for name, calls in self._calls.items() if calls.direct > MOST_CALLS and not calls.captured
+        }
         reasons = {name: reason for name, calls in self._calls.items() if (reason := calls.reason or rare.get(name))}
         numbers = self.numbers()
         for name in filter(numbers.get, reasons):
@@ -182,7 +197,7 @@ class Captures:
             return self._direct(graph, args)
         if calls.allocations is None:
             return self._measured(calls, args)
-        if self._ahead and calls.direct < _MOST:
+        if self._ahead and calls.direct < MOST_CALLS:
             return self._uncaptured(calls, args)
         addresses = list(map(_address, args))
         if not all(addresses[place] in self._settled for place in calls.inner):
@@ -233,32 +248,46 @@ class Captures:
 
     def _capture(self, calls: _Calls, key: tuple[int, ...], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Capture a call and launch it; where that cannot be, call the graph."""
-        name = calls.graph.name
-        calls.reason = self._refusal(calls, args)
+        name, before = calls.graph.name, self._free()
+        needed = self._needed(calls, args)
+        calls.reason = self._refusal(calls, needed, before)
         if calls.reason:
             return self._direct(name, args)
         captured = self._captured(calls, key, args)
         if captured is None:
             return self._direct(name, args)
+        # The pool may have had some of it; libraries may have taken more.
+        self.taken += max(needed, before - self._free())
         calls.captured.setdefault(key, []).append(captured)
         self._settled |= {x.data_ptr() for x in captured.results if x.numel()}
         return captured.launch(args)
 
-    def _refusal(self, calls: _Calls, args: Sequence[torch.Tensor]) -> str:
+    def _needed(self, calls: _Calls, args: Sequence[torch.Tensor]) -> int:
+        """Return what a captured call keeps."""
+        assert calls.allocations is not None
+        blocks = (allocation.nbytes for allocation in calls.allocations)
+        return sum(map(in_pages, (*blocks, *(args[place].nbytes for place in self._outer(calls)))))
+
+    def _refusal(self, calls: _Calls, needed: int, free: int) -> str:
+        if calls.number() >= MOST_CALLS:
+            return f"it has {MOST_CALLS} captured calls, and comes with other addresses still"
+        if self._room is not None and self.taken + needed > self._room:
+            return (
+                f"the plan leaves {shown_bytes(self._room)} for captured calls of the stage, which have "
+                f"{shown_bytes(self.taken)}, and another takes {shown_bytes(needed)}"
+            )
+        return f"a captured call takes {needed} bytes, {free} are free" if free < _SPARE * needed else ""
+
+    def _free(self) -> int:
         import torch  # lazy: heavy
 
-        assert calls.allocations is not None
-        if calls.number() >= _MOST:
-            return f"it has {_MOST} captured calls, and comes with other addresses still"
-        needed = sum(a.nbytes for a in calls.allocations) + sum(args[place].nbytes for place in self._outer(calls))
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return f"a captured call takes {needed} bytes, {free} are free" if free < _SPARE * needed else ""
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def _captured(self, calls: _Calls, key: tuple[int, ...], args: Sequence[torch.Tensor]) -> CapturedCall | None:
         """Capture a call; None, with the reason, where that fails."""
         import torch  # lazy: heavy
 
-        graph, blocks, failure = torch.cuda.CUDAGraph(), _Blocks(), None
+        graph, blocks, failure = torch.cuda.CUDAGraph(), _Blocks(), ""
         staged: dict[int, torch.Tensor] = {}
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -269,25 +298,18 @@ class Captures:
             self._reserve(calls)
             staged = {place: torch.empty_like(args[place]) for place in self._outer(calls)}
             self._machine.instrument(blocks)
-            with torch.cuda.stream(self._side):
-                # Other threads wait for copies meanwhile.
-                graph.capture_begin(self._pools[key[0]], capture_error_mode="thread_local")
-                try:
-                    results = self._direct(calls.graph.name, [staged.get(place, x) for place, x in enumerate(args)])
-                except (
-                    Exception
-                ) as error:  # told as the reason; a call that is not captured raises it if it is the call's
-                    failure = error
-                graph.capture_end()
-        except RuntimeError as error:
-            failure = failure or error
+            with torch.cuda.stream(self._side), _capturing(graph, self._pools[key[0]], self._device):
+                results = self._direct(calls.graph.name, [staged.get(place, x) for place, x in enumerate(args)])
+        except Exception as error:  # told as the reason; a call that is not captured raises it if it is the call's
+            failure = _words(error)
         finally:
             self._machine.instrument(None)
-        if failure is not None:
-            # What torch's allocator thinks of the capture is unknown then.
+        if failure:
+            forget_cuda_error()
+            # Another capture would most likely fail as well.
             for other in self._calls.values():
                 other.reason = other.reason or f"{calls.graph.name} could not be captured"
-            calls.reason = f"it could not be captured: {_words(failure)}"
+            calls.reason = f"it could not be captured: {failure}"
         elif any(_lies_in(x, other) for x in results for other in (*args, *staged.values())):
             calls.reason = "it hands on an argument as its result"
         return None if calls.reason else CapturedCall(graph, staged, results, calls.copied, blocks.taken)
@@ -314,9 +336,34 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     return wanted == "1"
 
 
-def never_captured(graph: Graph) -> str:
-    """Return why calls of a graph are never captured; empty if they may be."""
-    return "its collectives wait for other ranks" if next(iter(calls_of(graph)), None) is not None else ""
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    """Capture what the current stream is told. However that ends, the stream is in no capture afterwards, and torch's
+    allocator is in none either."""
+    try:
+        # Other threads wait for copies meanwhile.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        yield
+    except BaseException:
+        # A capture that broke says so as it ends; the first error says why.
+        with suppress(RuntimeError):
+            _end_capture(graph, pool, device)
+        raise
+    _end_capture(graph, pool, device)
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    import torch  # lazy: heavy
+
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # Torch ends the capture of the stream, and raises the error of that before its allocator is told. Where the
+        # allocator was told, it raises, and the graph gives the pool back.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        raise
 
 
 def _calls_of(graph: Graph, results: set[str], inputs: set[str]) -> _Calls:

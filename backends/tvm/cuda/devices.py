@@ -5,16 +5,20 @@ of torch, or one UsageError that says what the stage needs and what this host ha
 process: CUDA_VISIBLE_DEVICES chooses and orders devices, and a UUID means one device whatever the order.
 
 Memory: what the plan says of all stages on a GPU, and for each process what CUDA and its libraries take beside it.
+Captured calls get what is left.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backends.interface import device_of
 from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
 from penstock.ir.graph import Module
+from penstock.ir.memory.captured import captured_room, ranks_beside
 from penstock.ir.memory.predict import measure_memory
 from penstock.support.errors import UsageError
 from penstock.support.words import shown_bytes
@@ -85,32 +89,71 @@ def _number_of(gpu: str, count: int) -> int | None:
 
 def check_memory(module: Module, stage: int, gpu: torch.device, device: str | None = None) -> None:
     """Raise a UsageError where the stages of a plan do not fit on a GPU, beside what else is there."""
-    import torch  # lazy: heavy
-
-    if module.schedule is None or module.cluster is None:
+    if (planned := _planned(module, stage, device)) is None:
         return
-    free, total = torch.cuda.mem_get_info(gpu)
-    home = device_of(module, stage, device)
-    assert home is not None
-    planned, devices = measure_memory(module), module.rank_devices()
-    places = {rank: module.cluster.device(devices[rank]) for rank in planned}
-    needed = planned[next(rank for rank, place in places.items() if place == home)].peak + WORKSPACES
-    if needed > free:
+    memory = _memory_of(gpu)
+    needed = planned.peaks[planned.rank] + WORKSPACES
+    if needed > memory.free:
         raise UsageError(
-            f"needs {shown_bytes(needed)} on {gpu}, of which {shown_bytes(free)} of {shown_bytes(total)} are free",
+            f"needs {shown_bytes(needed)} on {gpu}, of which {shown_bytes(memory.free)} of "
+            f"{shown_bytes(memory.total)} are free",
             where=f"stage {stage}",
             hint="end other programs on this GPU, or plan for less memory: `memory` in the cluster file",
         )
-    # Ranks of one host see their GPUs alike, so equal words mean one GPU.
-    beside = [
-        rank
-        for rank, place in places.items()
-        if (place.kind, place.host, place.gpu_on_host) == ("cuda", home.host, home.gpu_on_host)
-    ]
-    needed = sum(planned[rank].peak + WORKSPACES + CONTEXT for rank in beside)
-    if len(beside) > 1 and needed > total:
+    if len(planned.peaks) > 1 and planned.of_all > memory.total:
         raise UsageError(
-            f"{len(beside)} ranks on {gpu} need {shown_bytes(needed)}, it has {shown_bytes(total)}",
+            f"{len(planned.peaks)} ranks on {gpu} need {shown_bytes(planned.of_all)}, it has "
+            f"{shown_bytes(memory.total)}",
             where=f"stage {stage}",
             hint="give one of them another GPU, or plan for less memory: `memory` in the cluster file",
         )
+
+
+def room_for_captures(module: Module, stage: int, gpu: torch.device, device: str | None = None) -> int | None:
+    """Return the bytes that captured calls of a stage may keep: what the plan has for them, as far as it is there
+    beside what the plan needs. None where no plan says."""
+    if (planned := _planned(module, stage, device)) is None:
+        return None
+    memory = _memory_of(gpu)
+    left = memory.free - planned.peaks[planned.rank] - WORKSPACES
+    if len(planned.peaks) > 1:
+        left = min(left, (memory.total - planned.of_all) // len(planned.peaks))
+    return captured_room(module, planned.rank, left).get(stage, 0)
+
+
+class _GpuMemory(NamedTuple):
+    """The bytes of a GPU that are free, and all of them."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class _PlannedRanks:
+    """The rank of a stage on a GPU, and the planned peaks of all ranks there."""
+
+    rank: int
+    peaks: Mapping[int, int]
+
+    @property
+    def of_all(self) -> int:
+        """The bytes of all of them, with what CUDA and its libraries take in each process."""
+        return sum(peak + WORKSPACES + CONTEXT for peak in self.peaks.values())
+
+
+def _memory_of(gpu: torch.device) -> _GpuMemory:
+    import torch  # lazy: heavy
+
+    return _GpuMemory(*torch.cuda.mem_get_info(gpu))
+
+
+def _planned(module: Module, stage: int, device: str | None) -> _PlannedRanks | None:
+    """Return what a plan says of the GPU of a stage; None where there is no plan."""
+    if module.schedule is None or module.cluster is None:
+        return None
+    home = device_of(module, stage, device)
+    assert home is not None
+    memory, devices = measure_memory(module), module.rank_devices()
+    rank = next(rank for rank in memory if devices[rank] == home.name)
+    # Ranks of one host see their GPUs alike, so equal words mean one GPU.
+    return _PlannedRanks(rank, {other: memory[other].peak for other in ranks_beside(module, home)})

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class CudaProgram(TvmProgram):
-    """The functions of one stage's library, on one GPU."""
+    """The functions of one stage's library, on one GPU. Captured calls keep `room` bytes at most; without it, what is
+    free."""
 
     boundary = ALIGNMENT
 
@@ -41,9 +42,10 @@ class CudaProgram(TvmProgram):
         threads: int = 1,
         exchange: Exchange | None = None,
         carried: Sequence[Path] = (),
+        room: int | None = None,
     ) -> None:
         super().__init__(library, graphs, threads, device, exchange, carried)
-        self.captures = Captures(self._machine, graphs, device, super().call) if is_wanted() else None
+        self.captures = Captures(self._machine, graphs, device, super().call, room) if is_wanted() else None
 
     def _open(self, library: Path) -> VirtualMachine:
         load_cuda_runtime()
@@ -68,3 +70,7 @@ class CudaProgram(TvmProgram):
     def uncaptured(self) -> dict[str, str]:
         """Return why graphs are launched kernel by kernel, though calls may be captured."""
         return {} if self.captures is None else self.captures.reasons()
+
+    def captured_bytes(self) -> int:
+        """Return the bytes that captured calls keep."""
+        return 0 if self.captures is None else self.captures.taken

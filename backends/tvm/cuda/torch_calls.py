@@ -34,6 +34,16 @@ def register() -> None:
     import tvm_ffi  # lazy: heavy
 
     tvm_ffi.register_global_func(NAME, _serve, override=True)
+    keep_float32()
+
+
+def keep_float32() -> None:
+    """Let this process's calls in float32 round as float32 does. By itself, torch lets cuDNN round the operands of
+    convolutions to tf32, which has 10 bits of a fraction."""
+    import torch  # lazy: heavy
+
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 def _serve(*arguments: Any) -> None:

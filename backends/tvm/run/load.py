@@ -194,6 +194,10 @@ class TvmProgram:
         """Return nothing: no CPU launches graphs."""
         return {}
 
+    def captured_bytes(self) -> int:
+        """Return nothing: no CPU launches graphs."""
+        return 0
+
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> frozenset[int]:
         """Pack the operands that the graph's kernels take packed; calls with the same tensors need not pack them again.
         Graphs that pack the same tensors alike share what is packed. Return the places of the slots that calls do not

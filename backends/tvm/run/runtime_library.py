@@ -24,6 +24,8 @@ from typing import Any
 from penstock.support.errors import UsageError
 
 LIBRARY, CUDA_LIBRARY, LICENSE = "libtvm_runtime.so", "libtvm_runtime_cuda.so", "LICENSE.apache-tvm"
+# CUDA's own runtime, which TVM's is linked with, and torch brings.
+CUDA_RUNTIME = "libcudart.so.13"
 # What a process has loaded.
 _LOADED: list[Path] = []
 
@@ -110,12 +112,15 @@ def _load_ffi() -> None:
     import torch  # lazy: heavy  # noqa: F401
 
     try:
-        import tvm_ffi  # lazy: heavy  # noqa: F401
+        import tvm_ffi  # lazy: heavy
     except ModuleNotFoundError as error:
         raise UsageError(
             "the package tvm_ffi is missing, through which compiled stages are called",
             hint="pip install -r requirements-runtime.txt, or: pip install apache-tvm-ffi, in the version listed there",
         ) from error
+    # What ends a call from Python comes out of TVM as what it was; else it would be an error without words.
+    for kind in (KeyboardInterrupt, SystemExit):
+        tvm_ffi.register_error(kind.__name__, kind)
 
 
 def _wanted() -> str:
@@ -144,3 +149,9 @@ def load_cuda_runtime() -> None:
 
     interface: Any = get_global_func("device_api.cuda", allow_missing=True)
     assert interface is not None
+
+
+def forget_cuda_error() -> None:
+    """Forget the last error of CUDA's runtime in this thread. TVM raises such an error and leaves it there; torch would
+    raise it again, behind its next launch."""
+    ctypes.CDLL(CUDA_RUNTIME).cudaGetLastError()

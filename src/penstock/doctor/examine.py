@@ -9,8 +9,8 @@ rates, and problems in plain words.
     links      messages between two processes of this machine, and what their ends take of them; of several hosts, every
                pair (links.py): the median is their class, a pair that is more than a fifth off gets links of its own,
                and a host's network card has the rate of its fastest pair
-    GPUs       by nvidia-ml-py; rates, launches and copies between them in a process of its own (gpu_rates.py), where
-               torch sees them, and else the rates of their data sheets; copies to and from them by torch
+    GPUs       by nvidia-ml-py; rates, launches, and copies between them and with the host, in a process of its own
+               (gpu_rates.py), where torch sees them, and else the rates of their data sheets
 
 Limits: the load of other programs meanwhile is measured along. Pairs of hosts are
 measured one at a time.
@@ -203,7 +203,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         machine.free_memory(),
         [_plain(device) for device in devices],
         tuple(_rounded(fit(loopback.times))) if loopback.times else None,  # type: ignore[arg-type]
-        _measured_copies() if gpus else None,
+        on_gpus.copies,
         problems,
         loopback.times,
         loopback.ends,
@@ -269,27 +269,6 @@ def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[R
     if (problem := failure(running, written)) is not None:
         raise PenstockError(f"measuring failed:\n{problem}", where="doctor")
     return [msgspec.json.decode(out, type=Rates) for out, _ in written]
-
-
-def _measured_copies() -> tuple[float, float] | None:
-    """Measure copies from pinned memory to the first GPU and back, by torch; None where it cannot."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    times = []
-    for size in (4 << 10, 256 << 10, 4 << 20, 64 << 20):
-        on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        seconds = []
-        for _ in range(8):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            on_host.copy_(on_host.to("cuda:0", non_blocking=True), non_blocking=True)
-            torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - begin) / 2)
-        times.append((size, statistics.median(seconds[1:])))
-    bandwidth, latency = _rounded(fit(times))
-    return bandwidth, latency
 
 
 # ------------------------------------------------------------------------------------------------ the cluster

@@ -6,7 +6,7 @@ In: GPUs that the driver lists. Out: `GpuRates` of each, and the time of copies 
 memory, by a process of its own: the caller holds no memory of a GPU afterwards. Torch numbers GPUs in an order of its
 own, so each is found by its UUID, and its architecture is checked, as for stages (backends/tvm/cuda/devices.py).
 
-    flops           a float32 product of large square matrices, by torch, without tf32
+    flops           a float32 product of large square matrices, by torch; without tf32, as in stages
     efficiency      shares of it: products, convolutions and attention in float32, bf16 and f16, by the calls that
                     stages make (backends/tvm/cuda/torch_calls.py); in 16 bits they run on tensor cores
     bandwidth       a long list that is added to another
@@ -14,12 +14,13 @@ own, so each is found by its UUID, and its architecture is checked, as for stage
                     with 8. These are kernels of Penstock's own, so they take nvcc. Each is launched by itself: no call
                     is captured as a CUDA graph
     edges           copies between two GPUs, of several sizes: a line through their times
+    copies          from pinned memory of the host to the first GPU that has rates, and back: a line, too
 
 All times are those of the clock, from the first of many calls until the device is done with the last. Operands are
 random numbers, as a GPU computes zeros with less power, and so faster.
 
-What fails is left out, and a problem names it: a share, launches, an edge, or a GPU. A GPU without flops or bandwidth
-has no rates. Where nvcc is missing, launches stay estimates.
+What fails is left out, and a problem names it: a share, launches, an edge, copies, or a GPU. A GPU without flops or
+bandwidth has no rates. Where nvcc is missing, launches stay estimates.
 
 Limits: one shape for each kind of work. GPUs are measured one after the other, so none is held back by another one's
 heat or power.
@@ -45,7 +46,7 @@ from penstock.backends.interface import CompileOptions
 from penstock.backends.registry import backend_of
 from penstock.backends.tvm.cuda.devices import find_device
 from penstock.backends.tvm.cuda.load import CudaProgram
-from penstock.backends.tvm.cuda.torch_calls import CALLS
+from penstock.backends.tvm.cuda.torch_calls import CALLS, keep_float32
 from penstock.ir.cluster.cluster import MEASURED, Cluster, Device
 from penstock.ir.graph import Module, Op, Stage, Value
 from penstock.ir.ops import complete_attrs, cost_of, make
@@ -91,11 +92,13 @@ class GpuEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostGpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The measurements of all GPUs of a host, by index, and what could not be measured."""
+    """The measurements of all GPUs of a host, by index, and what could not be measured. `copies` are bytes per second
+    and seconds of copies between the host's memory and a GPU."""
 
     rates: dict[int, GpuRates] = {}
     edges: list[GpuEdge] = []
     problems: list[str] = []
+    copies: tuple[float, float] | None = None
 
 
 def measure_gpus(gpus: Sequence[Gpu], side: int = SIDE) -> HostGpus:
@@ -267,6 +270,27 @@ def _copies(here: torch.device, there: torch.device) -> list[tuple[int, float]]:
     return times
 
 
+def measure_host_copies(devices: Mapping[int, torch.device]) -> tuple[tuple[float, float] | None, list[str]]:
+    """Measure copies from pinned memory to the first GPU and back, one way; return what failed, too."""
+    for index, device in sorted(devices.items())[:1]:
+        times = []
+        try:
+            for size in _COPIES:
+                on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+                there = torch.empty(size, dtype=torch.uint8, device=device)
+                times.append((size, _time(partial(_there_and_back, on_host, there), device) / 2))
+        except RuntimeError as error:
+            return None, [f"cuda:{index}: copies to and from the host not measured: {_words(error)}"]
+        bandwidth, latency = map(round_rate, fit(times))
+        return (bandwidth, latency), []
+    return None, []
+
+
+def _there_and_back(on_host: torch.Tensor, there: torch.Tensor) -> None:
+    there.copy_(on_host, non_blocking=True)
+    on_host.copy_(there, non_blocking=True)
+
+
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{ENTRY_POINTS['begin']} 'gpu rates'", description="Rates of GPUs, as JSON.")
     parser.add_argument("folder", type=Path)
@@ -281,6 +305,7 @@ def _measured(gpus: Sequence[Gpu], folder: Path, side: int) -> HostGpus:
         return HostGpus(
             problems=["GPUs: torch sees none, so they were not measured and stages on them cannot run here"]
         )
+    keep_float32()
     rates, devices, problems = {}, {}, []
     for gpu in gpus:
         name = f"cuda:{gpu.index}"
@@ -300,7 +325,8 @@ def _measured(gpus: Sequence[Gpu], folder: Path, side: int) -> HostGpus:
             problems.append(f"{name}: launches not measured: {_words(error)}")
         rates[gpu.index], devices[gpu.index] = rates_of_gpu(seconds, side), device
     edges, failed = measure_edges(devices)
-    return HostGpus(rates, edges, [*problems, *failed])
+    copies, missed = measure_host_copies(devices)
+    return HostGpus(rates, edges, [*problems, *failed, *missed], copies)
 
 
 def _words(error: Exception) -> str:

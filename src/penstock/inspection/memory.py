@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import CACHE, Module, stage_vars
+from penstock.ir.memory.captured import captured_room
 from penstock.ir.memory.items import home_bytes, resident_bytes, stage_images
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
 from penstock.ir.memory.saved_sets import most_sets_back, moves_saved, saved_set
@@ -62,7 +63,7 @@ class Curve:
     """The memory of a rank over a run.
 
     `budget` is the memory of the rank's device, if its cluster states it; `timed` says whether seconds are seconds.
-    `caches` and `home` are None where there are none.
+    `caches` and `home` are None where there are none. `captured` is what captured calls may keep beside the peak.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Curve:
     timed: bool
     caches: CacheRoom | None = None
     home: HomeRoom | None = None
+    captured: int = 0
 
     @property
     def most_live(self) -> Point:
@@ -107,6 +109,7 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
                 times is not None,
                 cache_room(module, packs[rank][0]),
                 home_room(module, rank),
+                sum(captured_room(module, rank).values()),
             )
         )
     return tuple(curves)

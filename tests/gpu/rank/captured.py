@@ -1,7 +1,7 @@
 """A program: one stage on a device of straw, whose calls are captured, against the same calls kernel by kernel, and faults that are put in on purpose.
 
-Out: a line of JSON: by the name of a case what differs, what the driver reports, the captured calls of each graph, the reasons, and what the stream was told
-for the last call.
+Out: a line of JSON: by the name of a case what differs, what the driver reports, the captured calls of each graph, the reasons, what captured calls keep, the
+captures that torch's allocator takes for unfinished, and what the stream was told for the last call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu.straw import libraries
+from gpu.straw import libraries, streams
 from gpu.straw.torch_device import devices
 
 from penstock.backends.interface import CompileOptions
@@ -24,6 +24,7 @@ from penstock.backends.tvm.cuda.build import build_graphs
 from penstock.backends.tvm.cuda.load import CudaProgram
 from penstock.backends.tvm.run.machine import give_back
 from penstock.ir.graph import Graph, Op, Value
+from penstock.ir.memory.captured import captured_bytes, made_values
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 
@@ -81,6 +82,19 @@ def synchronising(before: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def set_of(name: str) -> int:
+    """Return what a plan says that a captured call of a graph keeps."""
+    (graph,) = (graph for graph in graphs() if graph.name == name)
+    return captured_bytes(graph, made_values(graphs()))
+
+
+def in_use() -> int:
+    """Return the bytes of the device that are in use, by what the driver gave."""
+    torch.cuda.synchronize(GPU)
+    free, total = torch.cuda.mem_get_info(GPU)
+    return total - free
+
+
 def orders() -> int:
     """Return how often streams were told something."""
     number = ctypes.c_uint64()
@@ -95,8 +109,8 @@ class Cases:
         self.library = library
         self.expected = worked(self.program(wanted=False))
 
-    def program(self, wanted: bool = True) -> CudaProgram:
-        program = CudaProgram(self.library, graphs(), GPU)
+    def program(self, wanted: bool = True, room: int | None = None) -> CudaProgram:
+        program = CudaProgram(self.library, graphs(), GPU, room=room)
         program.captures = program.captures if wanted else None
         return program
 
@@ -108,7 +122,13 @@ class Cases:
             wrong = [] if same and np.array_equal(w, self.expected[1]) else ["results differ"]
         except RuntimeError as error:
             wrong = [f"error: {str(error).strip().splitlines()[-1]}"]
-        report = libraries.report(STRAW.runtime)
+        try:
+            # An operation of torch that has nothing to do with it.
+            torch.zeros(1, device=GPU).cpu()
+        except RuntimeError as error:
+            wrong.append(f"torch: {error}")
+        report, unfinished = libraries.report(STRAW.runtime), len(streams.RECORDING)
+        streams.RECORDING.clear()
         STRAW.runtime.straw_clear()
         STRAW.failures.clear()
         assert program.captures is not None
@@ -117,6 +137,8 @@ class Cases:
             "report": report,
             "numbers": program.captures.numbers(),
             "reasons": program.uncaptured(),
+            "taken": program.captured_bytes(),
+            "unfinished": unfinished,
             **more,
         }
 
@@ -175,17 +197,75 @@ class Cases:
             captures._SMALL = before
 
     def memory_that_ends(self) -> dict[str, object]:
-        """A call takes more than is free, and the device says otherwise."""
+        """A call takes more than is free, and the device says otherwise. TVM leaves the error in the runtime."""
+        kind = captures.Captures
+        before = kind._reserve
 
         def ends(self: captures.Captures, calls: object) -> None:
-            raise RuntimeError("CUDA error: out of memory")
+            give_back()
+            filling.append(STRAW.allocate(torch.cuda.mem_get_info(GPU)[0], 0))
+            before(self, calls)
 
-        kind = captures.Captures
-        before, kind._reserve = kind._reserve, ends
+        filling, left, forget = list[int](), list[int](), captures.forget_cuda_error
+
+        def forgets() -> None:
+            left.append(STRAW.runtime.cudaPeekAtLastError())
+            forget()
+            left.append(STRAW.runtime.cudaPeekAtLastError())
+            STRAW.runtime.cudaFree(ctypes.c_void_p(filling.pop()))
+
+        kind._reserve, captures.forget_cuda_error = ends, forgets
         try:
-            return self.said(self.program())
+            return self.said(self.program(), left=left)
         finally:
-            kind._reserve = before
+            kind._reserve, captures.forget_cuda_error = before, forget
+
+    def allocator_not_told(self) -> dict[str, object]:
+        """A capture breaks, and torch's allocator is not told that it is over."""
+        before, captures._end_capture = captures._end_capture, lambda graph, pool, device: graph.capture_end()
+        try:
+            return self.callback_that_waits()
+        finally:
+            captures._end_capture = before
+
+    def interrupt(self) -> dict[str, object]:
+        """Somebody interrupts a capture, and goes on later."""
+        program, before, times = self.program(), torch_calls.CALLS["matmul"], [0]
+
+        def call(a: Any, outs: Sequence[torch.Tensor], *ins: torch.Tensor) -> None:
+            before(a, outs, *ins)
+            if STRAW.capturing is not None:
+                times[0] += 1
+                raise KeyboardInterrupt
+
+        torch_calls.CALLS["matmul"], interrupted = call, False
+        try:
+            worked(program)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            torch_calls.CALLS["matmul"] = before
+        return self.said(program, interrupted=interrupted, times=times[0])
+
+    def room(self) -> dict[str, object]:
+        """A plan leaves room for two calls of the forward, and for none of anything else."""
+        return self.said(self.program(room=2 * set_of("s0.F")))
+
+    def no_room(self) -> dict[str, object]:
+        return self.said(self.program(room=min(map(set_of, ("s0.F", "s0.B"))) - 1))
+
+    def account(self) -> dict[str, object]:
+        """What the device gave for captured calls, and what the account says of them."""
+        give_back()
+        used = []
+        for wanted in (False, True):
+            program = self.program(wanted)
+            worked(program)
+            used.append(in_use())
+        assert program.captures is not None
+        calls, kept = program.captures.numbers(), program.captured_bytes()
+        planned = sum(number * set_of(name) for name, number in calls.items())
+        return self.said(program, grown=used[1] - used[0], planned=planned, kept=kept)
 
     def results_in_use(self) -> dict[str, object]:
         """A captured call is launched though tensors lie in its results."""

@@ -1,7 +1,7 @@
 """A program: the GPUs of straw measured as `penstock doctor` does, with small matrices, and faults that are put in on purpose.
 
-Out: a line of JSON: by the name of a case its rates, edges and problems; of each call its GPU and whether its operands were all alike; and the captured calls of
-a program.
+Out: a line of JSON: by the name of a case its rates, edges and problems; of each call its GPU and whether its operands were all alike; the captured calls of a
+program; copies that fail; and how convolutions in float32 round, in torch by itself, while GPUs are measured and in stages.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ SIDE = 128
 # The order of the driver is not that of torch.
 GPUS = [Gpu(index, "sm_90", 1 << 32, 0.0, f"GPU-{uuid.UUID(int=2 - index)}") for index in range(2)]
 Fault = Callable[[str, str, int], None]
+# How torch let convolutions in float32 round in calls that were measured.
+ROUNDED = set[str]()
 
 
 @contextmanager
@@ -38,6 +40,7 @@ def faulty(fault: Fault, seen: list[list[Any]]) -> Iterator[None]:
     def watched(kind: str, function: Callable[..., None]) -> Callable[..., None]:
         def call(attrs: Any, outs: Any, *ins: torch.Tensor) -> None:
             dtype, index = str(ins[0].dtype).removeprefix("torch."), ins[0].device.index
+            ROUNDED.add(torch.backends.cudnn.conv.fp32_precision)
             if [kind, dtype, index] not in [case[:3] for case in seen]:
                 alike = any(bool(x.cpu().min() == x.cpu().max()) for x in ins)
                 seen.append([kind, dtype, index, alike])
@@ -68,6 +71,16 @@ def no_attention(kind: str, dtype: str, index: int) -> None:
 def no_products(kind: str, dtype: str, index: int) -> None:
     if (kind, dtype, index) == ("matmul", "float32", 1):
         raise RuntimeError("CUDA error: out of patience\nCompile with other words")
+
+
+def failing_copies() -> list[Any]:
+    """Measure copies with the host on torch's second GPU, the only one, and on one whose memory is full."""
+    fine = gpu_rates.measure_host_copies({3: torch.device("cuda", 1)})
+    torch.cuda.synchronize(1)
+    filling = torch.empty(torch.cuda.mem_get_info(1)[0], dtype=torch.uint8, device="cuda:1")
+    failed = gpu_rates.measure_host_copies({3: torch.device("cuda", 1), 4: torch.device("cuda", 0)})
+    del filling
+    return [fine, failed]
 
 
 def captured_calls() -> dict[str, int]:
@@ -101,6 +114,7 @@ def main() -> dict[str, object]:
     """Measure two GPUs, with and without faults."""
     # The first one is too old for nvcc, and torch does not see it.
     old = Gpu(2, "sm_75", 1 << 32, 0.0, "GPU-77")
+    by_itself = torch.backends.cudnn.conv.fp32_precision
     said: dict[str, object] = {"measured": msgspec.to_builtins(measure_gpus([old, *GPUS], SIDE))}
     # Times are of no interest from here on.
     gpu_rates._LEAST_SECONDS = 0.0
@@ -110,7 +124,11 @@ def main() -> dict[str, object]:
     said["refused"] = measured_here(lambda *_: None, seen["refused"], others)
     said["attention"] = measured_here(no_attention, seen["attention"])
     said["products"] = measured_here(no_products, seen["products"])
-    return said | {"seen": seen, "captured": captured_calls()}
+    said["copies"] = failing_copies()
+    torch.backends.cudnn.conv.fp32_precision = by_itself
+    said["captured"] = captured_calls()
+    in_stages = torch.backends.cudnn.conv.fp32_precision
+    return said | {"seen": seen, "rounded": [by_itself, *ROUNDED, in_stages]}
 
 
 if __name__ == "__main__":

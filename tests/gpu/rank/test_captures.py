@@ -42,9 +42,41 @@ def test_captured_calls_give_the_same_and_faults_are_noticed(program: Callable[.
         assert said[name]["wrong"] == said[name]["report"] == [], name
         assert words in said[name]["reasons"]["s0.F"], name
         assert said[name]["numbers"] == {"s0.F": 0, "s0.B": 0}, name
+    check_memory(said)
+    check_torch_afterwards(said)
     assert said["results_in_use"]["wrong"] == ["results differ"]
     for name in ("other_address", "blocks_let_go"):
         assert any(line.startswith("graph:") and "which was freed" in line for line in said[name]["report"]), name
+
+
+def check_memory(said: dict[str, Any]) -> None:
+    """What captured calls keep is what the plan says, and the device gives no more for them. The controls: it gives something, which an account without
+    them would not have; and where a plan leaves less, fewer calls are captured."""
+    account = said["account"]
+    assert account["kept"] == account["planned"]
+    assert 0 < account["grown"] <= account["planned"]
+    room, none = said["room"], said["no_room"]
+    assert room["wrong"] == none["wrong"] == room["report"] == none["report"] == []
+    assert room["numbers"] == {"s0.F": 2, "s0.B": 0}
+    assert none["numbers"] == {"s0.F": 0, "s0.B": 0}
+    assert none["taken"] == 0
+    for reasons in (room["reasons"], none["reasons"]):
+        assert "for captured calls of the stage" in reasons["s0.F"]
+
+
+def check_torch_afterwards(said: dict[str, Any]) -> None:
+    """Torch's allocator takes no capture for one that still goes on, and no error is left for its next launch."""
+    controls = ("allocator_not_told", "other_address", "blocks_let_go")
+    assert {
+        name: case["unfinished"] for name, case in said.items() if name not in controls and case["unfinished"]
+    } == {}
+    interrupt = said["interrupt"]
+    assert (interrupt["interrupted"], interrupt["times"]) == (True, 1)
+    assert (interrupt["wrong"], interrupt["report"], interrupt["reasons"]) == ([], [], {})
+    assert interrupt["numbers"] == {"s0.F": 3, "s0.B": 3}
+    assert said["allocator_not_told"]["unfinished"] == 1
+    # Out of memory, as the driver says it, before and behind.
+    assert said["memory_that_ends"]["left"] == [2, 0]
 
 
 @pytest.mark.slow

@@ -31,6 +31,15 @@ def test_gpus_are_measured_as_stages_use_them(program: Callable[..., Any]) -> No
     assert said["captured"]["graphs"] == 2
     assert said["captured"]["measured"] == 0
     assert said["captured"]["with captures"] > 0
+    assert min(measured["copies"]) > 0
+    # A GPU by the number under which torch opens it: one that is full fails, and the other one is not taken for it.
+    (fine, nothing), (copies, problems) = said["copies"]
+    assert min(fine) > 0
+    assert nothing == []
+    assert copies is None
+    assert problems == ["cuda:3: copies to and from the host not measured: CUDA error: out of memory"]
+    # Stages round float32 as what is measured does. The control: torch by itself does not.
+    assert said["rounded"] == ["tf32", "ieee", "ieee"]
     check_refused(said["refused"], said["seen"]["refused"])
     check_faults(said)
 

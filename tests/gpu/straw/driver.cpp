@@ -44,6 +44,7 @@ extern "C" {
 int straw_fault(int code, const char* kind, const char* text);
 int straw_launch(const KernelRow* row, LaunchBlocks launch, int home, const CUlaunchConfig* config, void** values);
 int straw_forget(int home);
+int cudaGetLastError();
 const char* straw_last();
 int cudaGetDevice(int* device);
 }
@@ -485,6 +486,8 @@ int straw_is_pinned(const void* address) { LOCKED; Block* block = block_of(addre
 // Work of a program on a stream, which touches some pointers; and memory that is freed behind such work.
 int straw_queue(void* handle, const char* what, void (*run)(void*), void* data, int count, void** pointers) {
   LOCKED;
+  // Torch looks for an error behind each launch, and takes one that somebody left.
+  if (recent != OK) return cudaGetLastError();
   Stream* stream = stream_of(handle);
   if (!stream) return recent;
   std::vector<void*> touched(pointers, pointers + count);

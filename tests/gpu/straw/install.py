@@ -153,6 +153,8 @@ def install(folder: Path) -> Devices:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch._C._cuda_endAllocateToPool = streams.end_allocate_to_pool
+    torch._C._cuda_releasePool = lambda device, pool: None
     for name, finish in (
         ("empty", None),
         ("zeros", _fill),

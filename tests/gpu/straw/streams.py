@@ -1,6 +1,7 @@
 """Torch's streams, events and graphs over the driver of straw: what `torch.cuda.Stream`, `Event`, `CUDAGraph`, `stream` and `current_stream` are in a
 process with its devices. A graph holds the memory that torch's operations took during its capture, as torch has a pool for it, and their code. Graphs share
-no memory, and streams do not fork within a capture.
+no memory, and streams do not fork within a capture. As in torch, the allocator is told of the end of a capture only if the stream had a graph to give:
+RECORDING are the pools that it takes for those of a capture.
 
 STRAW_FAULT leaves something out on purpose: `host` the waits for events in threads beside the first one, `stream` the waits of streams for events, `both`
 all of these, `clock` the times of events.
@@ -17,6 +18,7 @@ from typing import Any
 from .torch_device import devices
 
 NOT_READY = 600
+RECORDING: list[tuple[int, Any]] = []
 
 
 class Stream:
@@ -65,6 +67,7 @@ class Event:
         if self.handle is None:
             return True
         code = devices().runtime.cudaEventQuery(self.handle)
+        devices().runtime.cudaGetLastError()
         devices().check(0 if code == NOT_READY else code)
         return bool(code == 0)
 
@@ -129,6 +132,8 @@ class CUDAGraph:
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         runtime, self._stream = devices().runtime, devices().stream
+        self._pool = (devices().current(), pool)
+        RECORDING.append(self._pool)
         modes = ("global", "thread_local", "relaxed")
         devices().check(runtime.cudaStreamBeginCapture(self._stream, modes.index(capture_error_mode)))
         devices().capturing = self
@@ -137,6 +142,7 @@ class CUDAGraph:
         runtime, graph, made = devices().runtime, ctypes.c_void_p(), ctypes.c_void_p()
         devices().capturing = None
         devices().check(runtime.cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+        RECORDING.remove(self._pool)
         devices().check(runtime.cudaGraphInstantiate(ctypes.byref(made), graph, 0))
         devices().check(runtime.cudaGraphDestroy(graph))
         self._graph = made.value
@@ -153,3 +159,10 @@ class CUDAGraph:
 def graph_pool_handle() -> tuple[int, int]:
     """Return a name of a pool, which no graph of straw shares."""
     return (0, 1)
+
+
+def end_allocate_to_pool(device: int, pool: Any) -> None:
+    """Tell the allocator that a capture is over."""
+    if (device, pool) not in RECORDING:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    RECORDING.remove((device, pool))

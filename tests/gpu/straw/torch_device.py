@@ -134,7 +134,9 @@ class Devices:
         if self.failures:
             raise self.failures.pop(0)
         if code:
-            raise RuntimeError(f"CUDA error: {self.runtime.cudaGetErrorString(code).decode()}")
+            words = self.runtime.cudaGetErrorString(code).decode()
+            self.runtime.cudaGetLastError()
+            raise RuntimeError(f"CUDA error: {words}")
 
     def current(self) -> int:
         index = ctypes.c_int()

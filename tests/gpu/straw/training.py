@@ -2,7 +2,8 @@
 
 In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults, and by device the
 waits of its rank's loop and of other threads, its tasks, and the blocks that are left when everything is done; also
-what the rank's loop told its streams, the graphs that were launched, and what these did.
+what the rank's loop told its streams, the graphs that were launched, and what these did. `memory` is what metrics say
+of each rank with a GPU, and what the plan does: the peak, and the room for captured calls.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock import api
+from penstock.backends.bundle.format import open_bundle
 from penstock.backends.interface import stage_graphs
 from penstock.backends.tvm.cuda.target import device_machine
 from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
+from penstock.ir.memory.captured import captured_room
+from penstock.ir.memory.predict import measure_memory
 from penstock.ir.training.optimizers import AdamW
 from penstock.models import write_cnn, write_gpt
 from penstock.runtime.job.run import run_bundle
@@ -86,6 +90,25 @@ def _numbers(lines: list[str], kind: str) -> dict[str, list[int]]:
     return {d: list(map(int, n)) for d, *n in (line.split()[1:] for line in lines if line.startswith(kind))}
 
 
+def memory(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the memory of ranks with a GPU, as it was and as the plan has it, by their numbers."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    module, said = (
+        open_bundle(folder / "bundle").module,
+        {key: row[key] for row in rows for key in row if "_bytes" in key},
+    )
+    return {
+        str(rank): {
+            "used": said[f"rank{rank}_gpu_bytes"],
+            "captured": said.get(f"rank{rank}_captured_bytes", 0),
+            "peak": row.peak,
+            "room": sum(captured_room(module, rank).values()),
+        }
+        for rank, row in measure_memory(module).items()
+        if f"rank{rank}_gpu_bytes" in said
+    }
+
+
 def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
     """Run trainings; return what there is to say of each."""
     said: list[dict[str, object]] = []
@@ -105,6 +128,7 @@ def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
             {
                 "losses": on_straw,
                 "expected": expected,
+                "memory": memory(place / "straw"),
                 "faults": [line for line in lines if not line.startswith(("end ", "work "))],
                 "ends": _numbers(lines, "end "),
                 "work": _numbers(lines, "work "),

@@ -28,10 +28,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.backends.tvm.cuda.captures import never_captured
 from penstock.backends.tvm.target import machine_of
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module, Op
+from penstock.ir.memory.captured import never_captured
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.costs.prices import bound

@@ -179,6 +179,8 @@ def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
             parts += ["", _cache_line(curve.rank, curve.caches)]
         if curve.home is not None:
             parts += ["", _home_line(curve.rank, curve.home)]
+        if curve.captured:
+            parts += ["", _captured_line(curve.rank, curve.captured)]
         parts += ["", *_plot(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
     return "\n".join(parts)
 
@@ -188,6 +190,13 @@ def _home_line(rank: int, home: HomeRoom) -> str:
     return (
         f"rank {rank}: {shown_bytes(home.bytes)}{room} at home in {home.space}, at most {shown_bytes(home.on_device)} "
         f"of it on the device; a batch copies {shown_bytes(home.moved_per_batch)}"
+    )
+
+
+def _captured_line(rank: int, nbytes: int) -> str:
+    return (
+        f"rank {rank}: with PENSTOCK_CUDA_GRAPHS=1, captured calls keep up to {shown_bytes(nbytes)} beside the peak, "
+        "as far as that is free"
     )
 
 

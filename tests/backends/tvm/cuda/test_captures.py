@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from penstock import api
-from penstock.backends.tvm.cuda.captures import is_wanted, never_captured
+from penstock.backends.tvm.cuda.captures import is_wanted
 from penstock.frontends.training import Training
 from penstock.inspection.kernels.kernels import format_report, kernel_rows
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.memory.captured import never_captured
 from penstock.ir.training.optimizers import AdamW
 from penstock.models import write_gpt
 from penstock.support.errors import UsageError

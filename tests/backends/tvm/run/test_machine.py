@@ -1,4 +1,4 @@
-"""Tests of opening libraries: a path that has another file than before gives the code of that file."""
+"""Tests of opening libraries: a path that has another file than before gives the code of that file. Interrupts come out of calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import penstock as ps
 from penstock.backends.tvm.run import machine
+from penstock.backends.tvm.run.runtime_library import load_runtime
 
 
 class _Power(torch.nn.Module):
@@ -42,3 +43,21 @@ def test_control_the_plain_path_gives_the_code_of_before(tmp_path: Path, monkeyp
     monkeypatch.setattr(machine, "_spelled", str)
     assert _answer(_loaded(2, tmp_path / "bundle")) == 9.0
     assert _answer(_loaded(3, tmp_path / "bundle")) == 9.0
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_call_from_python_comes_out_as_it_was(kind: type[BaseException]) -> None:
+    """The control: TVM makes other ends an error, which a handler of errors would take for one."""
+    load_runtime()
+    import tvm_ffi
+
+    def call(kind: type[BaseException]) -> None:
+        def end() -> None:
+            raise kind
+
+        tvm_ffi.convert(end)()
+
+    with pytest.raises(kind):
+        call(kind)
+    with pytest.raises(RuntimeError):
+        call(GeneratorExit)
