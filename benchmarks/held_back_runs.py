@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Generator, Mapping
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,29 @@ from penstock.backends.bundle.format import Bundle
 from penstock.runtime.job.job import Job
 from penstock.runtime.messages.control import DataSpec
 
-ROUNDS, STEPS, WARM = 3, 4, 2
+ROUNDS, STEPS, WARM = 3, 3, 2
+# A plan is out after a round in which its steps take this many times those of the quickest.
+OUT = 1.2
 _SECONDS, _BREATH = 240.0, 0.05
 
 
 class Contest:
-    """What runs of a cell share: the cluster, samples of a batch, a folder; and the peaks that were found."""
+    """What runs of a cell share: the cluster, samples of a batch, a folder; and the peaks that were found. Plans to
+    `keep` run all rounds."""
 
-    def __init__(self, drawn: Drawn, samples: int, folder: Path) -> None:
-        self.drawn, self.samples, self.folder = drawn, samples, folder
+    def __init__(self, drawn: Drawn, samples: int, folder: Path, keep: Collection[str]) -> None:
+        self.drawn, self.samples, self.folder, self.keep = drawn, samples, folder, keep
         self.peaks: list[int] = []
+
+    def goes_on(self, name: str, times: Mapping[str, list[float]]) -> bool:
+        """Whether a plan may still be the quickest, or is one to keep."""
+        quickest = min(statistics.median(seconds) for seconds in times.values() if seconds)
+        return name in self.keep or statistics.median(times[name]) <= OUT * quickest
 
 
 def take_turns(bundles: Mapping[str, Bundle], contest: Contest) -> dict[str, list[float]]:
-    """Run all bundles on this host, in turns of some steps. A batch's time is that from the end of the one before."""
+    """Run all bundles on this host, in turns of some steps, without those that are out. A batch's time is that from
+    the end of the one before."""
     drawn = contest.drawn
     times: dict[str, list[float]] = {name: [] for name in bundles}
     with ExitStack() as stack:
@@ -48,12 +58,12 @@ def take_turns(bundles: Mapping[str, Bundle], contest: Contest) -> dict[str, lis
             data = DataSpec(str(_data(bundle, contest, name)))
             jobs[name] = stack.enter_context(Job(bundle, timeout=_SECONDS, data=data))
             _place(jobs[name], groups)
-            list(jobs[name].steps_from_data(WARM))
         for _ in range(ROUNDS):
             for name, job in jobs.items():
-                ends = [step.at for step in job.steps_from_data(STEPS)]
                 # The first batch behind an empty pipeline is none of a long run.
+                ends = [step.at for step in job.steps_from_data(STEPS)]
                 times[name] += [b - a for a, b in pairwise(ends)]
+            jobs = {name: job for name, job in jobs.items() if contest.goes_on(name, times)}
         # Batches that are sent wait at the workers, as plans count them.
         chosen = bundles[next(iter(bundles))]
         with Job(chosen, timeout=_SECONDS) as job:
@@ -69,11 +79,21 @@ def run_on_hosts(bundles: Mapping[str, Bundle], contest: Contest) -> dict[str, l
         groups = {n: stack.enter_context(group_of(n, drawn.quota(n))) for n in drawn.names}
         hosts = stack.enter_context(Hosts(drawn.names))
         hosts.shape(drawn.rate)
-        return {name: _on_hosts(hosts, bundle, groups, contest, name) for name, bundle in bundles.items()}
+        times: dict[str, list[float]] = {}
+        for name, bundle in bundles.items():
+            with closing(_on_hosts(hosts, bundle, groups, contest, name)) as rounds:
+                for seconds in rounds:
+                    times[name] = seconds
+                    if not contest.goes_on(name, times):
+                        break
+        return times
 
 
-def _on_hosts(hosts: Hosts, bundle: Bundle, groups: Mapping[str, Path], contest: Contest, name: str) -> list[float]:
-    """Return seconds of steps from when all ranks are within their quotas: they import libraries before."""
+def _on_hosts(
+    hosts: Hosts, bundle: Bundle, groups: Mapping[str, Path], contest: Contest, name: str
+) -> Generator[list[float]]:
+    """Yield seconds of steps after each round, from when all ranks are within their quotas: they import libraries
+    before."""
     order = bundle.module.rank_devices()
     ranks = [hosts.names.index(device) for device in order]
     metrics, log = contest.folder / f"{name}.jsonl", contest.folder / f"{name}.log"
@@ -95,7 +115,8 @@ def _on_hosts(hosts: Hosts, bundle: Bundle, groups: Mapping[str, Path], contest:
                 for process in hosts.processes_of(host):
                     (groups[hosts.names[host]] / "cgroup.procs").write_text(str(process))
             begun = len(_lines(metrics)) + WARM
-            return _until(metrics, begun + ROUNDS * (STEPS - 1), running, log)[begun:]
+            for turn in range(1, ROUNDS + 1):
+                yield _until(metrics, begun + turn * (STEPS - 1), running, log)[begun:]
         finally:
             hosts.end(running)
 
