@@ -170,6 +170,11 @@ class _Searching:
         updating = updaters(self.options.update_on)
         return with_devices(self.cluster, [d.name for d in self.cluster.devices if d.name not in updating])
 
+    @property
+    def _simulated(self) -> Cluster:
+        """The same for simulations, where a team takes the cores of all its devices."""
+        return self.computing if self.teams is None else self.teams.seated
+
     @cached_property
     def _alone(self) -> tuple[str, ...]:
         """The schedules with one stage on each device."""
@@ -251,7 +256,7 @@ class _Searching:
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
             orders += [longest[:count] for count in range(len(longest), 1, -1)]
         try:
-            return pack(result.planner, self.computing, kinds, list(dict.fromkeys(orders)))
+            return pack(result.planner, self._simulated, kinds, list(dict.fromkeys(orders)))
         except KeyboardInterrupt:
             result.planner.stopped = True
             self.feedback.say(_INTERRUPTED)
@@ -300,7 +305,7 @@ class _Searching:
         for kind, (outcome, little) in spared.items():
             # A device that was just left out because it helps too little does not come back.
             usable = outcome.plan.devices if little else range(len(result.fleet))
-            if (near := refine(result.planner, self.computing, outcome, usable)) is not None:
+            if (near := refine(result.planner, self._simulated, outcome, usable)) is not None:
                 refined[kind] = near
         return refined
 

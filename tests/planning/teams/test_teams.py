@@ -18,7 +18,9 @@ from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.ops import EXCHANGES
 from penstock.ir.text import print_module
 from penstock.models import write_cnn, write_gpt, write_mlp
+from penstock.passes.planner import refine as refining
 from penstock.passes.sharding.presets import PRESETS
+from penstock.passes.simulator import forecast
 from penstock.planning.choice import WORTH_OF_TEAMS
 from penstock.planning.explain import argument
 from penstock.planning.offloading.choose import needs_of
@@ -267,3 +269,17 @@ def test_what_a_device_has_is_what_the_program_gives_it(tmp_path: Path) -> None:
     assert sum(seconds > 0 for seconds in exchanged["F"]) + sum(seconds > 0 for seconds in exchanged["B"]) == exchanges(
         plan
     )
+
+
+def test_more_devices_than_cores_are_no_reason_for_a_slower_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A team computes on all of its devices, so two teams of two are too many for two cores."""
+    for module in (forecast, refining):
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    many, few = (best("mlp", one_host(count, *FAST), tmp_path, mesh="tp=2") for count in (4, 2))
+    assert many.predicted.step <= 1.001 * few.predicted.step
+    # Control: with cores for all, two teams are faster.
+    for module in (forecast, refining):
+        monkeypatch.setattr(module, "usable_cores", lambda: 4)
+    assert best("mlp", one_host(4, *FAST), tmp_path, mesh="tp=2").predicted.step < 0.95 * few.predicted.step

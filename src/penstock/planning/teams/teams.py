@@ -60,6 +60,14 @@ class Teams:
         )
         return replace(self.whole, devices=devices, links=links)
 
+    @property
+    def seated(self) -> Cluster:
+        """The same, where each team takes the cores of all its devices, for simulations."""
+        cluster = self.cluster
+        return replace(
+            cluster, devices=tuple(replace(device, threads=device.threads * self.size) for device in cluster.devices)
+        )
+
     def mesh(self, replicas: int = 1) -> str:
         """Return the mesh of a stage with so many teams as replicas."""
         axes = {**({REPLICAS: replicas} if replicas > 1 else {}), **self.axes}
