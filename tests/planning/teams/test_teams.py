@@ -35,9 +35,11 @@ SAMPLES = 8
 WRITERS: dict[str, Callable[[Path, int], Path]] = {
     "mlp": lambda path, batch: write_mlp(path, [256, 2048, 256], batch),
     "gpt": lambda path, batch: write_gpt(path, layers=1, width=64, heads=4, vocab=64, positions=16, batch=batch),
+    "gpts": lambda path, batch: write_gpt(path, layers=2, width=64, heads=4, vocab=64, positions=16, batch=batch),
     "one": lambda path, batch: write_mlp(path, [1024, 1024], batch),
     "cnn": lambda path, batch: write_cnn(path, batch, size=16),
 }
+NO_TEAMS = {"shard": "none"}
 FAST, SLOW = (7e10, 1e-6), (1e6, 1e-2)
 # A plan may be slower than the best of all by this part, beside what teams have to be faster by.
 TOLERANCE = 0.05
@@ -283,3 +285,28 @@ def test_more_devices_than_cores_are_no_reason_for_a_slower_plan(
     for module in (forecast, refining):
         monkeypatch.setattr(module, "usable_cores", lambda: 4)
     assert best("mlp", one_host(4, *FAST), tmp_path, mesh="tp=2").predicted.step < 0.95 * few.predicted.step
+
+
+def test_formulas_of_other_schedules_rule_out_no_packs(tmp_path: Path) -> None:
+    """With replicas single devices are faster by 1f1b. Packs have none, and are faster on teams."""
+    cluster, asked = one_host(4, *FAST), {"sizes": (SAMPLES,), "batch": 4 * SAMPLES}
+    cluster = replace(cluster, devices=tuple(replace(device, host="far") for device in cluster.devices))
+    packed = asked | {"schedules": ("interleaved",)}
+    chosen, single, split = (
+        best("gpt", cluster, tmp_path, **packed, **more) for more in ({}, NO_TEAMS, {"mesh": "tp=2"})
+    )
+    assert split.predicted.step < (1 - WORTH_OF_TEAMS) * single.predicted.step
+    assert chosen.predicted.step == split.predicted.step
+    # Control: by 1f1b teams are slower.
+    assert not exchanges(best("gpt", cluster, tmp_path, **asked))
+
+
+def test_teams_are_tried_where_formulas_find_no_plan(tmp_path: Path) -> None:
+    """The exact count of the passes is less than the formulas have, so a plan over single devices fits after all."""
+    cluster = one_host(2, *FAST, memory=926_471)
+    chosen, single, split = (
+        best("gpts", cluster, tmp_path, explained=False, **more) for more in ({}, NO_TEAMS, {"mesh": "tp=2"})
+    )
+    assert single.search.more_memory > 1
+    assert split.predicted.step < (1 - WORTH_OF_TEAMS) * single.predicted.step
+    assert chosen.predicted.step == split.predicted.step

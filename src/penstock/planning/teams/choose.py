@@ -21,6 +21,7 @@ from typing import Protocol
 
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import REPLICAS, Module
+from penstock.ir.schedule_names import PACKED
 from penstock.passes.planner.argue import Result
 from penstock.passes.sharding.given import parse_mesh
 from penstock.passes.sharding.written import AUTO, NONE, is_widths, layouts_of
@@ -69,7 +70,7 @@ def fastest_of_teams(
     layouts = layouts_of(options.shard)
     if layouts == (NONE,) and not options.mesh:
         return single.plan()
-    trials = _Trials(single, cluster, options.batch, size, layouts, feedback)
+    trials = _Trials(single, cluster, options, size, layouts, feedback)
     if options.mesh:
         return trials.on_mesh(parse_mesh(options.mesh))
     trials.single = single.without_end()
@@ -103,7 +104,7 @@ class _Trials:
 
     single: OpenSearch
     cluster: Cluster
-    batch: int
+    options: SearchOptions
     size: int
     given: tuple[str, ...]
     feedback: Feedback
@@ -183,7 +184,10 @@ class _Trials:
             layouts = () if self.given == (NONE,) else self.given
             return [replace(teams, layouts=layouts, named=", ".join(self.given))]
         return rank_layouts(
-            self.single.whole(self.size), teams, self.batch // self.size, self.feedback.of_trial("teams").progress
+            self.single.whole(self.size),
+            teams,
+            self.options.batch // self.size,
+            self.feedback.of_trial("teams").progress,
         )
 
     def _tried(self, ranked: list[Teams], size: int) -> TeamWay:
@@ -192,8 +196,7 @@ class _Trials:
         for teams in ranked:
             search = self.single.over(teams, trial=True)
             try:
-                slower = search.result.best.step / self.single.result.best.step if alone is not None else 0.0
-                if alone is not None and slower > _WITHIN:
+                if alone is not None and (slower := self._slower(search, alone)) > _WITHIN:
                     return TeamWay(size, teams.named, slower * alone.predicted.step, simulated=False)
                 plan = search.plan()
             except (DoesNotFit, UsageError, VerifyError) as error:
@@ -202,6 +205,19 @@ class _Trials:
             self.plans[size], self.teams[size] = plan, teams
             return TeamWay(size, teams.named, plan.predicted.step)
         return TeamWay(size, reason=reasons[0] if reasons else "the model has no layouts for them")
+
+    def _slower(self, search: OpenSearch, alone: Plan) -> float:
+        """Return how many times as slow as the plan over single devices the best over teams is by the formulas; 0 where
+        they do not know."""
+        assert alone.search is not None
+        if {*PACKED}.issuperset(self.options.schedules):
+            # Formulas know of no packs.
+            return 0.0
+        try:
+            return search.result.best.step / alone.search.result.best.step
+        except DoesNotFit:
+            # The exact count of the passes may be less.
+            return 0.0
 
 
 def _with(plan: Plan, taken: int, ways: list[TeamWay]) -> Plan:
