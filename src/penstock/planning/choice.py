@@ -82,7 +82,7 @@ WORTH_OF_TEAMS = 0.05
 class TeamWay:
     """The best plan whose tensors are split over teams of `size` devices, or over none where that is 1. `step` are its
     seconds per batch: by simulation, or else the plan was so much slower by the formulas that it was not carried out.
-    Where there is no plan, `reason` says why."""
+    Where there is no plan, or none was `tried`, `reason` says why."""
 
     size: int
     layouts: str = ""
@@ -90,6 +90,7 @@ class TeamWay:
     simulated: bool = True
     reason: str = ""
     taken: bool = False
+    tried: bool = True
 
 
 @dataclass(frozen=True)

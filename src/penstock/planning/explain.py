@@ -293,7 +293,7 @@ def _ways(search: Search) -> Iterator[str]:
         named = f", {way.layouts}" if way.layouts else ""
         what = "no tensor parallelism" if way.size == 1 else f"{way.size} ways of tensor parallelism{named}"
         if way.step is None:
-            yield f"planner: {what}: {'no plan' if way.size == 1 else 'not tried'}: {way.reason}"
+            yield f"planner: {what}: {'no plan' if way.tried else 'not tried'}: {way.reason}"
             continue
         how = by_simulation(way.step) if way.simulated else f"{shown_seconds(way.step)} by the formulas"
         # Teams that are hardly faster are not taken.

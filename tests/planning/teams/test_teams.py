@@ -310,3 +310,31 @@ def test_teams_are_tried_where_formulas_find_no_plan(tmp_path: Path) -> None:
     assert single.search.more_memory > 1
     assert split.predicted.step < (1 - WORTH_OF_TEAMS) * single.predicted.step
     assert chosen.predicted.step == split.predicted.step
+
+
+def test_an_interrupt_ends_the_search_over_teams(tmp_path: Path) -> None:
+    """One search keeps what it has seen, and no other size of teams follows."""
+
+    def searched(interrupted: bool) -> tuple[ps.Plan, list[str]]:
+        told: list[str] = []
+
+        def tell(done: int, total: int, what: str) -> None:
+            told.append(what)
+            # The second search over teams of two, which then has a plan.
+            begun = [row for row in told if "planner: " in row and "tp=2" in row]
+            if interrupted and len(begun) == 2 and what == begun[1]:
+                raise KeyboardInterrupt
+
+        schedules = ("1f1b", "gpipe")
+        plan = best("mlp", one_host(4, *FAST), tmp_path, sizes=(SAMPLES,), schedules=schedules, progress=tell)
+        return plan, told
+
+    plan, told = searched(interrupted=True)
+    assert not any("tp=4" in row for row in told)
+    assert [way.size for way in plan.search.ways] == [1, 2]
+    assert plan.as_dict()["planner"]["stopped"]
+    assert any("stopped by an interrupt" in line for line in argument(plan.search))
+    # Control: without it teams of four are tried.
+    plan, told = searched(interrupted=False)
+    assert any("tp=4" in row for row in told)
+    assert "stopped" not in plan.as_dict()["planner"]

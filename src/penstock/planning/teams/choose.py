@@ -141,17 +141,22 @@ class _Trials:
                 return plan
             self.plans[1] = plan
             self.ways.append(TeamWay(1, step=plan.predicted.step))
+        stopped = False
         try:
-            self._try_teams()
+            stopped = self._try_teams()
         except KeyboardInterrupt:
             if not self.plans:
                 raise
+            stopped = True
             self.feedback.say("interrupted: going on with the best plan so far")
         if not self.plans:
             assert refusal is not None
             raise refusal
         chosen = self._best()
         plan = self.plans[chosen]
+        if stopped:
+            assert plan.search is not None
+            plan.search.result.planner.stopped = True
         if chosen > 1:
             plan = self.single.over(self.teams[chosen], trial=False).shown(plan)
         # Where no team can be made, there is nothing to say of them.
@@ -165,18 +170,22 @@ class _Trials:
         least = self.plans[1].predicted.step * (1 - WORTH_OF_TEAMS)
         return fastest if self.plans[fastest].predicted.step <= least else 1
 
-    def _try_teams(self) -> None:
-        """Try teams of all sizes, where they can pay."""
+    def _try_teams(self) -> bool:
+        """Try teams of all sizes, where they can pay. Return whether an interrupt ended the search for one."""
         sizes, alone = sizes_of_teams(self.cluster), self.plans.get(1)
         if not sizes:
-            return
+            return False
         if alone is not None and (share := _work_share(alone)) > 1 - WORTH_OF_TEAMS:
             reason = f"devices wait for {1 - share:.1%} of the time alone"
-            self.ways += [TeamWay(size, reason=reason) for size in sizes]
-            return
+            self.ways += [TeamWay(size, reason=reason, tried=False) for size in sizes]
+            return False
         ranked = self._ranked(Teams(self.cluster, {AXIS: sizes[0]}))
         for size in sizes:
             self.ways.append(self._tried([replace(teams, axes={AXIS: size}) for teams in ranked], size))
+            plan = self.plans.get(size)
+            if plan is not None and plan.search is not None and plan.search.result.stopped:
+                return True
+        return False
 
     def _ranked(self, teams: Teams) -> list[Teams]:
         """Return the teams with the layouts to try on them, in order."""
