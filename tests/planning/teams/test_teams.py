@@ -338,3 +338,14 @@ def test_an_interrupt_ends_the_search_over_teams(tmp_path: Path) -> None:
     plan, told = searched(interrupted=False)
     assert any("tp=4" in row for row in told)
     assert "stopped" not in plan.as_dict()["planner"]
+
+
+def test_layouts_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    """They are also where single devices are as fast, and nothing would be tried."""
+    for cluster in (one_host(2, *FAST), one_host(2, *SLOW)):
+        for shard, said in (("preset:foo", "no preset 'foo'"), ("nothing.weight=[_,/tp]", "fits no name")):
+            with pytest.raises(UsageError) as error:
+                best("mlp", cluster, tmp_path, shard=shard)
+            assert said in str(error.value)
+    # Control: others are followed.
+    assert exchanges(best("mlp", one_host(2, *FAST), tmp_path, shard="preset:megatron"))

@@ -31,7 +31,7 @@ from penstock.planning.plan import Plan
 from penstock.planning.watching import Feedback
 from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 
-from .shares import rank_layouts
+from .shares import rank_layouts, share_of
 from .teams import AXIS, Teams, sizes_of_teams
 
 # The most times as slow as the best plan of single devices that the best of teams may be by the formulas to be carried
@@ -129,6 +129,7 @@ class _Trials:
 
     def run(self) -> Plan:
         """Return the fastest plan, with what the others take."""
+        self._check_given()
         refusal = None
         try:
             plan = self.single.plan()
@@ -161,6 +162,21 @@ class _Trials:
             plan = self.single.over(self.teams[chosen], trial=False).shown(plan)
         # Where no team can be made, there is nothing to say of them.
         return _with(plan, chosen, self.ways) if len(self.ways) > 1 else plan
+
+    def _check_given(self) -> None:
+        """Refuse layouts that teams of no size can have."""
+        if self.given in ((), (AUTO,), (NONE,)):
+            return
+        errors = []
+        for size in sizes_of_teams(self.cluster):
+            try:
+                share_of(self.single.whole(self.size), Teams(self.cluster, {AXIS: size}, self.given))
+            except UsageError as error:
+                errors.append(error)
+            else:
+                return
+        if errors:
+            raise errors[0]
 
     def _best(self) -> int:
         """Return the size of the teams to take: the fastest, but single devices where teams are hardly faster."""
