@@ -261,7 +261,7 @@ def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
                 bandwidth=2 * speed, shares=tuple((name, 2 * rate) for name, rate in original.shares)
             )
 
-        yield f"links of {shown_rate(speed)} twice as fast", Fleet(fleet.devices, path)
+        yield f"links of {shown_rate(speed)} twice as fast", Fleet(fleet.devices, path, fleet.trains)
 
 
 # ------------------------------------------------------------------------------------------------ when nothing fits
@@ -378,7 +378,7 @@ def _grown(fleet: Fleet, more: int) -> Fleet:
         a, b = (0 if i >= count else i for i in (a, b))
         return fleet.path(a, b) if a != b else fleet.path(0, 1) if count > 1 else Path(1e9, 1e-4)
 
-    return Fleet((*fleet.devices, *copies), path)
+    return Fleet((*fleet.devices, *copies), path, fleet.trains)
 
 
 def _least_memory(planner: Planner) -> tuple[float, Outcome] | None:

@@ -145,7 +145,7 @@ def _speed(path: Path, senders: dict[str, set[int]]) -> float:
 def ring_of(fleet: Fleet, devices: tuple[int, ...]) -> Ring:
     """Return the all-reduce over the replicas of a stage, in this order."""
     if devices not in fleet.rings:
-        fleet.rings[devices] = _ring(fleet, devices) if len(devices) > 1 else Ring()
+        fleet.rings[devices] = _ring(fleet, devices) if fleet.trains and len(devices) > 1 else Ring()
     return fleet.rings[devices]
 
 

@@ -50,10 +50,11 @@ class Ring:
 @dataclass(frozen=True)
 class Fleet:
     """The devices of a cluster. `path(a, b)` is the path from device to device, by index. `hops` and `rings` are the
-    boundaries and sums of stages that were asked for (cost.py)."""
+    boundaries and sums of stages that were asked for (cost.py). Where it does not train, there are no sums."""
 
     devices: tuple[Device, ...]
     path: Callable[[int, int], Path]
+    trains: bool = True
     hops: dict[tuple[Indices, Indices], Hop] = field(default_factory=dict, repr=False, compare=False)
     rings: dict[Indices, Ring] = field(default_factory=dict, repr=False, compare=False)
     apart: dict[tuple[frozenset[tuple[Path, Path]], int], Hop] = field(default_factory=dict, repr=False, compare=False)
@@ -70,7 +71,7 @@ class Fleet:
     def but(self, devices: Sequence[Device]) -> Fleet:
         """Return the same connections between devices that are changed, one for one."""
         assert len(devices) == len(self.devices)
-        return Fleet(tuple(devices), self.path)
+        return Fleet(tuple(devices), self.path, self.trains)
 
     def with_memory(self, factor: float) -> Fleet:
         """Return the same fleet with the memory times the factor."""
@@ -81,7 +82,7 @@ class Fleet:
     def only(self, indices: Sequence[int]) -> Fleet:
         """Return the fleet of some of the devices, in this order."""
         chosen, path = tuple(indices), self.path
-        return Fleet(tuple(self.devices[i] for i in chosen), lambda a, b: path(chosen[a], chosen[b]))
+        return Fleet(tuple(self.devices[i] for i in chosen), lambda a, b: path(chosen[a], chosen[b]), self.trains)
 
     def kinds(self) -> list[int]:
         """Return for every device the first one that is alike."""

@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.commands.parser import main
 from penstock.inspection.reasons import _alternatives
-from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.cluster import SAME_HOST, Cluster, LinkClass
 from penstock.models import write_gpt
 from penstock.passes.planner.cost import judge, stage_times
 from penstock.passes.planner.plan import PipelinePlan, StagePlan
@@ -199,3 +199,17 @@ def test_words_that_no_setting_has_are_refused_at_once(file):
     assert "--objective is one of throughput, latency, not 'speed'" in str(refused.value)
     assert "--split-by is one of operation, module, not 'modul'" in str(refused.value)
     assert "--wire is one of" in str(refused.value)
+
+
+def test_devices_that_take_turns_add_up_no_gradients(file):
+    """Replicas of a training sum gradients over their links. Those of a stage for inference have no link at all."""
+    near = Cluster.local(3)
+    far = replace(near, classes=(LinkClass(SAME_HOST, 1e6, 10.0),))
+    model = ps.from_onnx(file, dims={"batch": 1})
+    quick, slow = (ps.plan(model, each, objective="throughput").search.objective.plans for each in (near, far))
+    assert slow["throughput"] == quick["throughput"]
+    assert slow["throughput"].devices == ("cpu:0+cpu:1+cpu:2",)
+    # Control: trainings pay for them.
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1))
+    steps = [ps.plan(model, each, replace(training, microbatches=3), replicas=3).predicted.step for each in (near, far)]
+    assert steps[1] > 10 * steps[0]

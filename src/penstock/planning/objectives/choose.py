@@ -111,7 +111,7 @@ def _searched(profile: Profile, cluster: Cluster, size: int, count: int, replica
     devices do not run the same code."""
     codes = {(device.kind, device.target) for device in cluster.devices}
     wanted = PlanRequest(size * count, (INFERENCE,), "none", (size,), replicas=replicas if len(codes) == 1 else 1)
-    return plan_chain(profile.chain, fleet_of(cluster), wanted)
+    return plan_chain(profile.chain, replace(fleet_of(cluster), trains=False), wanted)
 
 
 def _carried_out(
