@@ -208,6 +208,10 @@ class _Searching:
         chain, explained = self._profiled.chain, self.options.explained and self.teams is None
         return plan_chain(chain, fleet, self._wanted, explained=explained, progress=progress)
 
+    def sizes_left_out(self) -> Sequence[int]:
+        """Return the sizes of microbatches with which the model has other operations, and no plans are searched."""
+        return self._profiled.left_out
+
     def plan(self) -> Plan:
         """Return the first of the best plans that the passes accept."""
         options, alone, profile, wanted = self.options, self._alone, self._profiled, self._wanted

@@ -349,3 +349,23 @@ def test_layouts_that_cannot_be_are_refused(tmp_path: Path) -> None:
             assert said in str(error.value)
     # Control: others are followed.
     assert exchanges(best("mlp", one_host(2, *FAST), tmp_path, shard="preset:megatron"))
+
+
+def test_layouts_for_one_size_of_microbatches_keep_no_other_out(tmp_path: Path) -> None:
+    """Layouts are ranked with microbatches of 16 samples, and with those of 4 the program of the best has other
+    operations. So plans of two replicas would be none of its search, and two of four teams idle."""
+
+    def load(size: int | None) -> ps.Model:
+        path = tmp_path / f"gpt{size}.onnx"
+        return ps.from_onnx(write_gpt(path, layers=4, width=256, heads=8, vocab=512, positions=32, batch=size))
+
+    cluster = one_host(4, *FAST)
+    cluster = replace(cluster, devices=tuple(replace(device, host="far") for device in cluster.devices))
+
+    def step(**asked: object) -> float:
+        asked = {"sizes": (4, 16), "schedules": ("1f1b",), "explained": False, "mesh": "tp=2"} | asked
+        return ps.plan_best(load, cluster, TRAINING, batch=16, **asked).predicted.step
+
+    assert step() <= 1.02 * min(step(sizes=(4,)), step(shard="preset:megatron"))
+    # Control: with microbatches of 16 samples there are no replicas.
+    assert step(sizes=(16,)) > 1.5 * step()

@@ -14,9 +14,9 @@ With a mesh its axes are those of all teams, and nothing is compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Protocol
 
 from penstock.ir.cluster.cluster import Cluster
@@ -45,6 +45,9 @@ class OpenSearch(Protocol):
     @property
     def result(self) -> Result:
         """The best plans by the formulas."""
+
+    def sizes_left_out(self) -> Sequence[int]:
+        """Return the sizes of microbatches with which the model has other operations, and no plans are searched."""
 
     def whole(self, size: int) -> Module:
         """Return the whole model with so many samples per microbatch, as `shard` sees it."""
@@ -118,9 +121,9 @@ class _Trials:
         if not teams.members:
             raise UsageError(f"the mesh {teams.mesh()} needs {teams.size} devices that are alike on one host")
         errors = []
-        for each in self._ranked(teams):
+        for each, search in self._searches(self._ranked(teams), trial=False):
             try:
-                plan = self.single.over(each, trial=False).plan()
+                plan = search.plan()
             except (DoesNotFit, UsageError, VerifyError) as error:
                 errors.append(error)
                 continue
@@ -215,11 +218,28 @@ class _Trials:
             self.feedback.of_trial("teams").progress,
         )
 
+    def _searches(self, ranked: Sequence[Teams], trial: bool) -> Iterator[tuple[Teams, OpenSearch]]:
+        """Yield the searches over teams with each of these layouts. Layouts are ranked for one size of microbatches.
+        Those that leave out others are compared by the formulas with the first that do not."""
+        steps = list[tuple[float, int, Teams, OpenSearch]]()
+        for at, teams in enumerate(ranked):
+            search, step, complete = self.single.over(teams, trial), inf, False
+            try:
+                complete = not search.sizes_left_out()
+                step = search.result.best.step if steps or not complete else 0.0
+            except (DoesNotFit, UsageError, VerifyError):
+                # What is wrong is said where the plan is asked for.
+                pass
+            steps.append((step, at, teams, search))
+            if complete:
+                break
+        yield from ((teams, search) for _, _, teams, search in sorted(steps, key=lambda row: row[:2]))
+        yield from ((teams, self.single.over(teams, trial)) for teams in ranked[len(steps) :])
+
     def _tried(self, ranked: list[Teams], size: int) -> TeamWay:
         """Return what the best plan over teams of a size takes, or why there is none."""
         alone, reasons = self.plans.get(1), list[str]()
-        for teams in ranked:
-            search = self.single.over(teams, trial=True)
+        for teams, search in self._searches(ranked, trial=True):
             try:
                 if alone is not None and (slower := self._slower(search, alone)) > _WITHIN:
                     return TeamWay(size, teams.named, slower * alone.predicted.step, simulated=False)
