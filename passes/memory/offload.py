@@ -73,7 +73,8 @@ def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Modu
     if not idle:
         return result
     if alone and not any(stage.home for stage in result.stages if stage.index not in idle):
-        rank = min(kept, key=lambda rank: moved[rank] - kept[rank])
+        ranks = [rank for rank, pack in enumerate(module.rank_packs()) if idle.intersection(pack)]
+        rank = min(ranks, key=lambda rank: moved[rank] - kept[rank])
         raise UsageError(
             "what forwards saved takes no less memory elsewhere, as so few microbatches wait for their backward: with "
             f"its copies rank {rank} needs {moved[rank]} bytes, without them {kept[rank]}",

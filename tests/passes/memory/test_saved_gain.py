@@ -65,6 +65,20 @@ def test_one_error_says_that_no_memory_is_gained(case, what, monkeypatch):
     assert all(most(anyway, rank) >= most(kept, rank) for rank in kept.schedule.ranks)
 
 
+def test_the_error_names_a_rank_that_has_copies(monkeypatch):
+    """Of three ranks under 1f1b the first alone has a microbatch that waits for long. The control: the last needs as
+    much with copies as without, as it has none."""
+    monkeypatch.setitem(CASES, "three", ("1f1b", 3, 1))
+    monkeypatch.setattr(programs, "DEEP", programs.DEEP[:2])
+    with pytest.raises(UsageError, match=r"its copies rank 0 needs \d+ bytes"):
+        planned("three", "none", "activations")
+    kept = planned("three", "none", "none")
+    let_sets_go(monkeypatch)
+    anyway = planned("three", "none", "activations")
+    assert homes(anyway) == [0]
+    assert most(anyway, 2) == most(kept, 2)
+
+
 def test_weights_go_where_sets_stay():
     module = planned("one device", "none", "all")
     assert module.schedule == planned("one device", "none", "weights").schedule
