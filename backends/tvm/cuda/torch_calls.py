@@ -39,11 +39,14 @@ def register() -> None:
 
 def keep_float32() -> None:
     """Let this process's calls in float32 round as float32 does. By itself, torch lets cuDNN round the operands of
-    convolutions to tf32, which has 10 bits of a fraction."""
+    convolutions to tf32, which has 10 bits of a fraction. Torch has old and new names for that. A process that reads an
+    old one gets an error where they disagree, so both are set, and those of recurrent layers with them."""
     import torch  # lazy: heavy
 
+    torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.set_float32_matmul_precision("highest")
 
 
 def _serve(*arguments: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,3 +193,38 @@ def test_a_row_that_sees_nothing_sees_all_alike(dtype: str, causal: bool) -> Non
     torch_calls.CALLS["attention_grad"](attrs, outs[1:], dy, q, k, v, outs[0], *statistics, mask)
     limit = {"f16": 4e-3, "bf16": 3e-2, "f32": 1e-5}[dtype]
     assert all((found.double() - right).abs().max() < limit for found, right in zip(outs, expected, strict=True))
+
+
+_ROUNDING = """
+import sys
+import torch
+
+from penstock.backends.tvm.cuda.torch_calls import keep_float32
+
+before, after = sys.argv[1:]
+exec(before)
+keep_float32()
+exec(after)
+kinds = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+print(*(kind.fp32_precision for kind in kinds), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
+with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+    assert not torch.backends.cuda.matmul.allow_tf32
+"""
+
+
+@pytest.mark.parametrize(
+    "before", ["", "torch.set_float32_matmul_precision('high')", "torch.backends.fp32_precision = 'tf32'"]
+)
+def test_a_process_can_ask_torch_how_it_rounds(before: str) -> None:
+    """A bundle for inference runs in the process of its caller, whose programs may ask. The control: one of torch's
+    names by itself makes that an error."""
+
+    def rounding(after: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", _ROUNDING, before, after]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    found = rounding("")
+    assert (found.returncode, found.stdout) == (0, "ieee ieee ieee False highest\n"), found.stderr
+    control = rounding("torch.backends.cudnn.conv.fp32_precision = 'tf32'")
+    assert control.returncode
+    assert "mix of the legacy and new APIs" in control.stderr
