@@ -107,6 +107,13 @@ def _installed() -> Path | None:
     return folder if (folder / LIBRARY).is_file() else None
 
 
+class _Exit(SystemExit):
+    """The end of a process, whose code TVM hands on as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(None if text in ("", str(None)) else int(text) if text.removeprefix("-").isdecimal() else text)
+
+
 def _load_ffi() -> None:
     # torch is to be loaded before TVM's libraries.
     import torch  # lazy: heavy  # noqa: F401
@@ -121,6 +128,7 @@ def _load_ffi() -> None:
     # What ends a call from Python comes out of TVM as what it was; else it would be an error without words.
     for kind in (KeyboardInterrupt, SystemExit):
         tvm_ffi.register_error(kind.__name__, kind)
+    tvm_ffi.register_error(SystemExit.__name__, _Exit)
 
 
 def _wanted() -> str:

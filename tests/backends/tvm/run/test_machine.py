@@ -61,3 +61,17 @@ def test_what_ends_a_call_from_python_comes_out_as_it_was(kind: type[BaseExcepti
         call(kind)
     with pytest.raises(RuntimeError):
         call(GeneratorExit)
+
+
+@pytest.mark.parametrize("codes", [(143,), (0,), (-1,), (None,), (), ("no room",)])
+def test_an_end_comes_out_with_its_code(codes: tuple[int | str | None, ...]) -> None:
+    """A command that is terminated ends with 143, not with a text."""
+    load_runtime()
+    import tvm_ffi
+
+    def end() -> None:
+        raise SystemExit(*codes)
+
+    with pytest.raises(SystemExit) as found:
+        tvm_ffi.convert(end)()
+    assert found.value.code == SystemExit(*codes).code
