@@ -74,7 +74,7 @@ def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Modu
         return result
     if alone and not any(stage.home for stage in result.stages if stage.index not in idle):
         ranks = [rank for rank, pack in enumerate(module.rank_packs()) if idle.intersection(pack)]
-        rank = min(ranks, key=lambda rank: moved[rank] - kept[rank])
+        rank = max(ranks, key=lambda rank: moved[rank] - kept[rank])
         raise UsageError(
             "what forwards saved takes no less memory elsewhere, as so few microbatches wait for their backward: with "
             f"its copies rank {rank} needs {moved[rank]} bytes, without them {kept[rank]}",
@@ -86,13 +86,21 @@ def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Modu
 
 
 def _moved_for_nothing(kept: Mapping[int, int], moved: Mapping[int, int], module: Module) -> Iterator[int]:
-    """Yield the stages whose saved sets are elsewhere though none of their ranks needs less memory for it, or some
-    need more. `kept` and `moved` are the bytes of ranks without and with that."""
-    packs = module.rank_packs()
+    """Yield the stages whose saved sets are elsewhere though that of their ranks which needs most needs no less memory
+    for it. `kept` and `moved` are the bytes of ranks without and with that."""
+    packs, room = module.rank_packs(), _rooms(module)
     for pack in dict.fromkeys(map(tuple, packs)):
-        more = [moved[rank] - kept[rank] for rank, other in enumerate(packs) if tuple(other) == pack]
-        if max(more) > 0 or min(more) >= 0:
+        ranks = [rank for rank, other in enumerate(packs) if tuple(other) == pack]
+        if max(moved[rank] / room[rank] for rank in ranks) >= max(kept[rank] / room[rank] for rank in ranks):
             yield from (stage.index for stage in module.stages if stage.index in pack and stage.home)
+
+
+def _rooms(module: Module) -> list[int]:
+    """Return the memory of each rank's device; where it is not stated for all, all count as one size."""
+    if module.cluster is None:
+        return [1] * len(module.rank_packs())
+    rooms = [module.cluster.device(name).memory for name in module.rank_devices()]
+    return [room or 1 for room in rooms] if all(rooms) else [1] * len(rooms)
 
 
 def _without_variables(module: Module, options: OffloadOptions, *, ahead: bool) -> Module:

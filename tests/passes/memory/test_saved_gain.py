@@ -4,15 +4,20 @@ block by block, added up here."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from tests.passes.memory import test_offload as programs
 from tests.passes.memory.test_offload import CASES, let_sets_go, planned
 
+import penstock as ps
+from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.graph import Module
-from penstock.ir.memory.predict import planned_account
+from penstock.ir.memory.predict import measure_memory, planned_account
 from penstock.ir.memory.saved_sets import saved_set
+from penstock.models import write_mlp
 from penstock.support.errors import UsageError
 
 
@@ -77,6 +82,35 @@ def test_the_error_names_a_rank_that_has_copies(monkeypatch):
     anyway = planned("three", "none", "activations")
     assert homes(anyway) == [0]
     assert most(anyway, 2) == most(kept, 2)
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Module]:
+    """Plans of a stage on two devices, of which the first has eight of twelve microbatches."""
+    model = ps.from_onnx(write_mlp(tmp_path_factory.mktemp("model") / "mlp.onnx", [32] * 9, batch=32))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3), microbatches=12)
+
+    def plan(offload: str, *memory: int) -> Module:
+        cluster = Cluster.local(2)
+        rooms = zip(cluster.devices, memory, strict=False)
+        devices = tuple(replace(device, spaces=(("ram", room),)) for device, room in rooms) or cluster.devices
+        cluster = replace(cluster, devices=devices, spaces=(Space("disk"),))
+        places = {"devices": [["cpu:0", "cpu:1"]], "shares": [[8, 4]]}
+        return ps.plan(model, cluster, training, schedule="gpipe", recompute="none", offload=offload, **places).module
+
+    return plan
+
+
+def test_sets_go_where_the_replica_that_needs_most_needs_less(unequal):
+    """The other one needs more, as few microbatches wait there. It is what counts on a device of little memory."""
+    kept, away = unequal("none"), unequal("activations")
+    assert homes(away) == [0]
+    assert most(away, 0) < most(kept, 0)
+    peaks, others = ({rank: row.peak for rank, row in measure_memory(m).items()} for m in (kept, away))
+    assert peaks[1] < others[1] < others[0] < peaks[0]
+    assert homes(unequal("activations", peaks[0] - 1, peaks[0] - 1)) == [0]
+    with pytest.raises(UsageError, match=r"its copies rank 1 needs \d+ bytes"):
+        unequal("activations", 2 * peaks[0], peaks[1])
 
 
 def test_weights_go_where_sets_stay():
