@@ -11,13 +11,13 @@ this benchmark, and nothing in the planner was fitted to them. A cell is a clust
 a microbatch takes a core some 50 ms. Periods of quotas are 10 ms, and a process that waits within one has more of a core
 than its quota while it computes, so small models run faster on slow devices than any rates say.
 
-Devices have the rates that `penstock doctor` measures within their quota. Cards have the rate that they were given.
-The chosen plan is that of `penstock plan --batch`. Its rivals are the best plan under each other schedule, all devices
-from the fastest to the slowest, and the other way round, the fastest by itself, the best plan without the slowest, and
-the chosen order with one cut a product earlier, and later. One more plan is chosen with the rates that a plan without a
-cluster file measures within the quotas. On one host the jobs of all plans are open at once, and take turns of some
-steps. Plans of several hosts run one after the other, a rank on each host. A rival that is a fifth slower than the
-quickest after a round runs no further ones.
+Devices have the rates that `penstock doctor` measures within their quota. Cards have the rate that they were given. The
+chosen plan is that of `penstock plan --batch`. Its rivals are the best plan under each other schedule but gpipe, which
+takes as long as 1f1b, all devices from the fastest to the slowest, and the other way round, the fastest by itself, the
+best plan without the slowest, and the chosen order with one cut a product earlier, and later. One more plan is chosen
+with the rates that a plan without a cluster file measures within the quotas. On one host the jobs of all plans are open
+at once, and take turns of some steps. Plans of several hosts run one after the other, a rank on each host. A rival that
+is a fifth slower than the quickest after a round runs no further ones.
 
 Ratios are those of medians of steps. Memory is the peak of each rank of the chosen plan beside its prediction, with
 what a worker takes beside its tensors. Goals: the chosen plan takes at most 1.05 of the best that was run in the
@@ -111,7 +111,7 @@ def rivals(model: ps.Model, rows: int, cluster: Cluster, chosen: ps.Plan) -> Ite
     taken = chosen.module.schedule
     assert taken is not None
     for schedule in (*SYNCHRONOUS, *PACKED):
-        if schedule not in (taken.name, "gpipe"):  # Which takes as long as 1f1b.
+        if schedule not in (taken.name, "gpipe"):
             yield f"best {schedule}", best(model, rows, cluster, (schedule,))
     ordered = sorted(cluster.devices, key=lambda device: -device.flops)
     if len(ordered) > 2:
