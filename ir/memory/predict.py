@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import COPY, GRAD, PARAM, STATE, Module, Value, Var, stage_vars, stepped_vars
 from penstock.ir.memo import Derived
-from penstock.ir.schedule import COMPUTE, READERS, Action, Schedule
+from penstock.ir.schedule import COMPUTE, READERS, Action
 
 from .account import BEFORE, Account, Life, Version
 from .exchanges import exchange_bytes
@@ -91,13 +91,9 @@ def measure_memory(module: Module) -> dict[int, Memory]:
     """Return one row per rank. A schedule without drops counts as one that drops after the last computation of a
     microbatch."""
     assert module.schedule is not None, "memory needs a schedule"
-    schedule = module.schedule
-    rows = module.kept.once(_MEMORY, lambda: _measured(module, schedule))
+    ranks = module.schedule.ranks
+    rows = module.kept.once(_MEMORY, lambda: {rank: rank_memory(module, rank) for rank in ranks})
     return dict(rows)
-
-
-def _measured(module: Module, schedule: Schedule) -> dict[int, Memory]:
-    return {rank: _rank_memory(module, schedule, rank) for rank in schedule.ranks}
 
 
 def _most_resident(module: Module, rank: int) -> int:
@@ -107,7 +103,10 @@ def _most_resident(module: Module, rank: int) -> int:
     return max(resident_bytes(module, actions_of(module.schedule, rank, BATCHES)), default=0)
 
 
-def _rank_memory(module: Module, schedule: Schedule, rank: int) -> Memory:
+def rank_memory(module: Module, rank: int) -> Memory:
+    """Return the row of one rank."""
+    schedule = module.schedule
+    assert schedule is not None, "memory needs a schedule"
     stages = schedule.stages_of(rank)
     fixed = {"weights": 0, "gradients": 0, "state": _most_resident(module, rank), "buffers": 0}
     for stage in stages:

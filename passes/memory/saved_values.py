@@ -14,8 +14,7 @@ from penstock.ir.action_kinds import BACKWARD, FORWARD
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.liveness import from_state_alone
-from penstock.ir.memory.predict import Memory, measure_memory
-from penstock.ir.schedule import Schedule
+from penstock.ir.memory.predict import Memory, rank_memory
 from penstock.passes.costs.prices import op_seconds
 from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.support.words import shown_bytes
@@ -52,9 +51,9 @@ class SavedValuesSearch:
     ) -> None:
         self.index, self.forward, self.backward = index, graphs[FORWARD], graphs[BACKWARD]
         self.device, self.in_backward = device, in_backward
-        self.module = _alone(fused, index)
-        assert self.module.schedule is not None
-        self.schedule: Schedule = self.module.schedule
+        assert fused.schedule is not None
+        self.module, self.schedule = fused, fused.schedule
+        self.ranks = self.schedule.members()[index]
         # All microbatches of a batch, and those for which something is computed again.
         self.every = frozenset(range(self.schedule.microbatches))
         self.numbers = self.every if in_backward else waiting_numbers(self.schedule, index)
@@ -94,7 +93,7 @@ class SavedValuesSearch:
         alone = fuse(self.module.but(graphs=repeated.graphs), FuseOptions())
         schedule = repeated.scheduled(self.schedule, self.index)
         module = self.module.but(graphs={**self.module.graphs, **alone.graphs}, schedule=schedule)
-        return max(measure_memory(module).values(), key=lambda row: row.peak)
+        return max((rank_memory(module, rank) for rank in self.ranks), key=lambda row: row.peak)
 
     def everything(self) -> RecomputedStage:
         """Return the stage that keeps as little as can be, without what need not wait for its backward."""
@@ -249,15 +248,3 @@ class SavedValuesSearch:
 def _element(ops: Sequence[Op], spent: float, forward: Graph) -> Element:
     saved = set(forward.saved)
     return Element(sum(v.type.nbytes for op in ops for v in op.outs if v in saved), spent)
-
-
-def _alone(module: Module, index: int) -> Module:
-    """Return the module with only the programs of one stage's ranks."""
-    schedule = module.schedule
-    assert schedule is not None
-    programs = {
-        rank: program
-        for rank, program in schedule.ranks.items()
-        if any(a.stage == index for a in (*program.start, *program.batch))
-    }
-    return module.but(schedule=Schedule(schedule.name, schedule.microbatches, programs))

@@ -91,6 +91,18 @@ def test_each_stage_has_the_time_and_memory_of_its_own_mesh(gpt: ps.Model, monke
         planned(gpt, cluster_of(3, FAST, limit), "tp=1;tp=2")
 
 
+def test_less_is_saved_where_messages_between_meshes_leave_too_little(gpt: ps.Model) -> None:
+    """Messages to and from several ranks count where it is chosen what is saved."""
+    mesh, cut = "tp=1;tp=2", "h.0.mlp.proj.product"
+    free = planned(gpt, cluster_of(3, FAST), mesh, cut)
+    peak = max(memory.peak for memory in measure_memory(free.module).values())
+    tight = planned(gpt, cluster_of(3, FAST, round(0.9 * peak)), mesh, cut)
+    assert max(memory.peak for memory in measure_memory(tight.module).values()) <= 0.9 * peak
+    # The control: nothing that is saved can make so much room.
+    with pytest.raises(DoesNotFit, match="pass recompute"):
+        planned(gpt, cluster_of(3, FAST, round(0.4 * peak)), mesh, cut)
+
+
 @pytest.mark.parametrize(
     ("schedule", "mesh", "devices", "settings"),
     [
