@@ -123,7 +123,7 @@ def test_a_plan_with_packs_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
     why = "\n".join(stage_reasons(subject.module, 3, subject.plan))
     assert "zb-v with several stages on a device was faster than 1f1b, by simulation" in why
     assert "2 stages on each device, zb-v: " in why
-    assert "no plan of zb-v" not in why
+    assert not any("no plan of zb-v" in line for line in why.splitlines() if "tensor parallelism" not in line)
     assert re.search("with one thing changed .* against .* of 1f1b with one stage on a device:", why)
     assert "rank 0 computes" in why  # stage 3 is on the first device
     assert main(["inspect", str(tmp_path / "b"), "--html", str(tmp_path / "page.html")]) == 0
