@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
+from penstock.ir.action_kinds import UPDATE
 from penstock.ir.graph import Graph, Mesh, Module, Op, Value
 from penstock.ir.types import TensorType
 from penstock.passes.costs.prices import GraphCost
@@ -70,7 +71,7 @@ def rank_layouts(module: Module, teams: Teams, microbatches: int, progress: Prog
             kind: sum(GraphCost(graph).op_seconds(device)) + sum(exchanged[kind])
             for kind, graph in share.graphs.items()
         }
-        total = sum(seconds / (microbatches if kind == "U" else 1) for kind, seconds in added.items())
+        total = sum(seconds / (microbatches if kind == UPDATE else 1) for kind, seconds in added.items())
         ranked.append((total, len(ranked), each))
     return [each for _, _, each in sorted(ranked, key=lambda row: row[:2])]
 
