@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planning.beside_one_device import assert_trains_as_one_device
 
 import penstock as ps
 from penstock.commands import parser as cli
 from penstock.ir.cluster.cluster import OTHER_HOST, SAME_HOST, Cluster, Device, LinkClass
-from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.ops import EXCHANGES
 from penstock.ir.text import print_module
 from penstock.models import write_cnn, write_gpt, write_mlp
@@ -157,19 +157,7 @@ def test_training_is_that_of_one_device(name: str, mesh: str, tmp_path: Path) ->
     model = ps.from_onnx(WRITERS[name](tmp_path / "model.onnx"))
     plan = ps.plan(model, hosts(4 if "," in mesh else 2, *FAST), TRAINING, mesh=mesh, shard="auto")
     assert exchanges(plan)
-    alone = ps.plan(model, Cluster.local(1), TRAINING)
-    draw = np.random.default_rng(0)
-
-    def fed(value: object) -> np.ndarray:
-        shape = (2 * value.type.dims[0], *value.type.dims[1:])
-        return draw.integers(0, 10, shape) if value.type.dtype == "i64" else draw.standard_normal(shape)
-
-    batches = [{v.name: fed(v) for v in alone.reference.data_inputs} for _ in range(2)]
-    weights = model.imported.weights
-    split, whole = (run_schedule(each.module, weights, batches).variables for each in (plan, alone))
-    for each in weights.keys() & whole.keys():
-        np.testing.assert_allclose(split[each], whole[each], rtol=1e-9, atol=1e-11, err_msg=each)
-    assert max(np.abs(whole[each] - weights[each]).max() for each in weights.keys() & whole.keys()) > 1e-3
+    assert_trains_as_one_device(plan, model, TRAINING)
 
 
 def test_none_is_a_plan_without_layouts(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
+from planning.beside_one_device import assert_trains_as_one_device
 
 import penstock as ps
 from penstock.commands import parser as cli
 from penstock.inspection.reasons import _alternatives
 from penstock.ir.cluster.cluster import SAME_HOST, Cluster, Device, LinkClass
-from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.ops import EXCHANGES
 from penstock.ir.text import print_module
 from penstock.models import write_cnn, write_gpt, write_mlp
@@ -122,21 +121,7 @@ def test_training_is_that_of_one_device(name: str, tmp_path: Path) -> None:
     plan = best(name, one_host(4, *FAST), tmp_path, sizes=(SAMPLES,))
     assert exchanges(plan)
     model = load_of(name, tmp_path)(SAMPLES)
-    alone = ps.plan(model, Cluster.local(1), TRAINING)
-    draw = np.random.default_rng(0)
-
-    def fed(value: object) -> np.ndarray:
-        if value.type.dtype == "i64":
-            return draw.integers(0, 10, value.type.dims)
-        return draw.standard_normal(value.type.dims)
-
-    batches = [{v.name: fed(v) for v in alone.reference.data_inputs} for _ in range(2)]
-    weights = model.imported.weights
-    split, whole = (run_schedule(each.module, weights, batches).variables for each in (plan, alone))
-    for each in weights.keys() & whole.keys():
-        np.testing.assert_allclose(split[each], whole[each], rtol=1e-9, atol=1e-11, err_msg=each)
-    # Control: two updates change what is compared.
-    assert max(np.abs(whole[each] - weights[each]).max() for each in weights.keys() & whole.keys()) > 1e-3
+    assert_trains_as_one_device(plan, model, TRAINING)
 
 
 def test_the_plan_argues(tmp_path: Path) -> None:
