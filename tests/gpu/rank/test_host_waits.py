@@ -33,10 +33,12 @@ def trained(program: Program, folder: Path, *cases: dict[str, Any], **variables:
     return said
 
 
-def most_per_batch(few: dict[str, Any], many: dict[str, Any]) -> float:
-    """Return the most waits of a rank's loop for a batch, of two trainings of different lengths."""
+def most_waits(few: dict[str, Any], many: dict[str, Any]) -> int:
+    """Return the most waits of a rank's loop that a training of MANY batches has beyond one of FEW. Both begin with the
+    same ones. A batch needs none where another thread waited for the GPU behind it, so those of FEW may be no more, and
+    MANY are allowed. With two for each batch they are 2 (MANY - FEW), which is more."""
     assert few["ends"].keys() == many["ends"].keys()
-    return max((many["ends"][device][0] - waits) / (MANY - FEW) for device, (waits, *_) in few["ends"].items())
+    return max(many["ends"][device][0] - waits for device, (waits, *_) in few["ends"].items())
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:1], pytest.param(list(CASES)[1:], marks=pytest.mark.slow)])
@@ -49,7 +51,7 @@ def test_a_rank_waits_for_its_gpu_once_a_batch(names: list[str], program: Progra
         # One rank for each GPU.
         assert len(said["ends"]) == case["devices"].count("sm_90"), case
     for name, few, many in zip(names, trainings[::2], trainings[1::2], strict=True):
-        assert most_per_batch(few, many) <= 1, name
+        assert most_waits(few, many) <= MANY, name
         # Nothing is left behind on a GPU, however many batches there were.
         assert {d: end[-1] for d, end in few["ends"].items()} == {d: end[-1] for d, end in many["ends"].items()}, name
 
@@ -58,7 +60,7 @@ def test_control_a_rank_that_reads_a_result_is_noticed(program: Program, tmp_pat
     case = CASES["two stages, 1f1b"]
     few, many = trained(program, tmp_path, {**case, "steps": FEW}, {**case, "steps": MANY}, STRAW_FAULT="item")
     assert np.allclose(many["losses"], many["expected"], rtol=1e-5)
-    assert most_per_batch(few, many) > 1
+    assert most_waits(few, many) > MANY
 
 
 @pytest.mark.parametrize("fault", ["host", "stream"])
@@ -76,11 +78,11 @@ def test_control_shared_memory_that_is_not_pinned_is_noticed(program: Program, t
     cases = [{**case, "steps": FEW}, {**case, "steps": MANY}]
     few, many = trained(program, tmp_path, *cases, STRAW_FAULT="unpinned")
     assert np.allclose(many["losses"], many["expected"], rtol=1e-5)
-    assert most_per_batch(few, many) > 1
+    assert most_waits(few, many) > MANY
     # The control of the control: over sockets no memory is shared.
     few, many = trained(program, tmp_path / "sockets", *cases, STRAW_FAULT="unpinned", PENSTOCK_SHARED_MEMORY="0")
     assert np.allclose(many["losses"], many["expected"], rtol=1e-5)
-    assert most_per_batch(few, many) <= 1
+    assert most_waits(few, many) <= MANY
 
 
 @pytest.mark.parametrize("beside", [0, 1 << 16])
