@@ -332,6 +332,8 @@ def test_layouts_that_cannot_be_are_refused(tmp_path: Path) -> None:
             with pytest.raises(UsageError) as error:
                 best("mlp", cluster, tmp_path, shard=shard)
             assert said in str(error.value)
+    with pytest.raises(UsageError, match="there are none"):
+        best("mlp", one_host(1, *FAST), tmp_path, shard="preset:megatron")
     # Control: others are followed.
     assert exchanges(best("mlp", one_host(2, *FAST), tmp_path, shard="preset:megatron"))
 

@@ -170,16 +170,19 @@ class _Trials:
         """Refuse layouts that teams of no size can have."""
         if self.given in ((), (AUTO,), (NONE,)):
             return
-        errors = []
-        for size in sizes_of_teams(self.cluster):
+        errors, sizes = list[UsageError](), sizes_of_teams(self.cluster)
+        if not sizes:
+            raise UsageError(
+                f"--shard {', '.join(self.given)} needs devices that are alike on one host; there are none"
+            )
+        for size in sizes:
             try:
                 share_of(self.single.whole(self.size), Teams(self.cluster, {AXIS: size}, self.given))
             except UsageError as error:
                 errors.append(error)
             else:
                 return
-        if errors:
-            raise errors[0]
+        raise errors[0]
 
     def _best(self) -> int:
         """Return the size of the teams to take: the fastest, but single devices where teams are hardly faster."""
