@@ -126,7 +126,9 @@ def _load_ffi() -> None:
             hint="pip install -r requirements-runtime.txt, or: pip install apache-tvm-ffi, in the version listed there",
         ) from error
     # What ends a call from Python comes out of TVM as what it was; else it would be an error without words.
-    tvm_ffi.register_error(KeyboardInterrupt.__name__, KeyboardInterrupt)
+    for kind in (KeyboardInterrupt, SystemExit):
+        tvm_ffi.register_error(kind.__name__, kind)
+    # TVM knows the end of a process by its class, and makes it anew from its name: that is given another class.
     tvm_ffi.register_error(SystemExit.__name__, _Exit)
 
 
