@@ -5,7 +5,8 @@ In: a panel of B and the tiles that read it. Out: the `LinesAhead` of a tile. Li
 sums are short, are asked for likewise (`lines_of_result`).
 
 A panel that the kernel packs for itself: its tiles ask for the next panel, line by line where B lies, all but the first
-tile, which packs. Both panels and a block of A have to fit into the second cache.
+tile, which packs. Both panels and a block of A have to fit into the second cache. A panel of a B along k was packed
+apart, and is in the second cache twice.
 
 A panel that was packed ahead: panels lie in memory in the order in which they are read, so the processor's own
 prediction works. It ends with each page, though, and memory rests while a tile of few rows computes. The only tile of a
@@ -31,11 +32,13 @@ from penstock.ir.types import ITEM_BYTES
 from .packing import ProductBlock
 
 LINE_BYTES = 64
-# Panels of more than this do not stay in the second cache beside another one.
-_PANEL_BYTES = 256 << 10
-# A panel that the kernel packs asks for the next one from so many tiles on, if B is larger than half of the second
-# cache.
-_TILES_AHEAD, _LARGE_BYTES = 8, 1 << 20
+# Panels of more than this do not stay in the second cache beside another one; and those of a B along j, which is packed
+# while it is read.
+_PANEL_BYTES, _READ_BYTES = 256 << 10, 512 << 10
+# A panel that the kernel packs asks for the next one from so many tiles on.
+_TILES_AHEAD = 2
+# Results of more than this are in no cache near by.
+_LARGE_BYTES = 1 << 20
 # Up to so many steps along k, a tile asks beforehand for the lines it will be stored to, or added to.
 _SHORT_K, _SHORT_K_ADDED = 256, 1024
 # The most lines that are asked for at once: more would fill the buffers that the loop itself loads through.
@@ -89,14 +92,15 @@ def lines_of_packed(
 
 
 def lines_of_plain(
-    body: Body, p: Product, block: ProductBlock, j: Expr, width: int, height: int
+    body: Body, p: Product, block: ProductBlock, j: Expr, width: int, tiles: int
 ) -> Callable[[Expr], LinesAhead]:
-    """Return what each tile asks for while a panel at column `j` is computed: the next one, which the kernel packs."""
+    """Return what each of some tiles, by its number, asks for while they compute a panel at column `j`: the next one,
+    which the kernel packs."""
     line = max(LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
     along, across = (block.k_size, width) if p.b_along_k else (width, block.k_size)
     per_row = ceil_div(along, line)
     lines = per_row * across
-    count = ceil_div(lines, max(block.rows // height - 1, 1))
+    count = ceil_div(lines, tiles)
 
     def of_tile(tile: Expr) -> LinesAhead:
         def hint(each: int, number: Expr) -> None:
@@ -117,11 +121,10 @@ def lines_of_plain(
 def asks_for_plain(p: Product, tiles: int, panel_bytes: int) -> bool:
     """Return whether tiles ask for the next panel of a B that the kernel packs: else its first tile waits for
     memory."""
-    if p.b_address is None or tiles < _TILES_AHEAD or panel_bytes > _PANEL_BYTES:
+    if p.b_address is None or tiles < _TILES_AHEAD or panel_bytes > (_PANEL_BYTES if p.b_along_k else _READ_BYTES):
         return False
     zero = literal(0, "i32")
-    address = p.b_address((zero,) * len(p.batch), zero, zero)
-    return address is not None and p.k * p.n * ITEM_BYTES[address[0].type.dtype] > _LARGE_BYTES
+    return p.b_address((zero,) * len(p.batch), zero, zero) is not None
 
 
 def lines_of_result(body: Body, p: Product, first: object, k_size: int) -> list[Buffer]:

@@ -273,9 +273,9 @@ class TiledProduct:
             panel = ProductPanel(emit.alloc(block.k_size * self.packing.padded(columns), self.dtype, "bp"))
             self.packing.pack_b(block, j, columns, panel)
         panel_bytes = block.k_size * self.width * ITEM_BYTES[self.dtype]
-        asks = columns == self.width and self.pack_b and ready is None
+        asks = columns == self.width < self.p.n and self.pack_b and ready is None
         asks = asks and asks_for_plain(self.p, count - first, panel_bytes)
-        lines = lines_of_plain(self.body, self.p, block, j, self.width, height) if asks else None
+        lines = lines_of_plain(self.body, self.p, block, j, self.width, count - first) if asks else None
         with emit.loop(count - first, SERIAL, "io") as io, self.body.point():
             at = (io + first if first else io) * height
             ahead = lines(io) if lines is not None else None

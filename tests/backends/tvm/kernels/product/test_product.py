@@ -196,9 +196,9 @@ def test_products_added_to_variables(whole: bool, tmp_path: Path) -> None:
     assert not wrong(graphs, tmp_path)
 
 
-# Operands that no second cache holds, whose panels ask for the next one: whole panels, a ragged last one; steps along k
-# that do and do not fill a line; rows left over.
-LARGE = [(60, 768, 400), (57, 700, 425)]
+# Panels that ask for the next one: whole panels, a ragged last one; steps along k that do and do not fill a line; rows
+# left over, few rows, and an operand that stays in the second cache.
+SEVERAL = [(60, 768, 400), (57, 700, 425), (20, 768, 400), (60, 128, 64)]
 
 
 def asked_for(graph: Graph, target: str) -> int:
@@ -207,12 +207,12 @@ def asked_for(graph: Graph, target: str) -> int:
 
 
 def test_products_that_ask_for_the_next_panel(tmp_path: Path) -> None:
-    graphs = [product(f"s0.{form}{i}", form, *size) for form in FORMS for i, size in enumerate(LARGE)]
+    graphs = [product(f"s0.{form}{i}", form, *size) for form in FORMS for i, size in enumerate(SEVERAL)]
     assert all(asked_for(graph, "skylake-avx512") for graph in graphs)
-    # Few rows, and an operand that stays in the second cache.
-    assert not any(
-        asked_for(product("s0.p", "NN", *size), "skylake-avx512") for size in ((20, 768, 400), (60, 128, 64))
-    )
+    # A single tile of rows, panels that do not stay in the second cache, and a single panel.
+    alone = (("NN", (11, 768, 400)), ("NT", (60, 400, 1100)), ("NN", (60, 400, 2100)), ("NN", (60, 64, 128)))
+    assert not any(asked_for(product("s0.p", form, *size), "skylake-avx512") for form, size in alone)
+    assert asked_for(product("s0.p", "NN", 60, 400, 1100), "skylake-avx512")
     assert not wrong(graphs, tmp_path)
 
 
