@@ -37,14 +37,26 @@ from penstock.ir.graph import Module
 from penstock.models import write_bert, write_cnn, write_gpt, write_mlp
 from penstock.passes.costs.prices import GraphCost
 
-MODELS: dict[str, tuple[Callable[..., Path], dict[str, object], str]] = {
-    "gpt": (write_gpt, {"layers": 4, "width": 256, "heads": 8, "vocab": 512, "positions": 128}, "cross_entropy"),
-    "gpt-wide": (write_gpt, {"layers": 2, "width": 512, "heads": 8, "vocab": 2048, "positions": 64}, "cross_entropy"),
-    "mlp": (write_mlp, {"sizes": (512, 2048, 2048, 512)}, "mse"),
-    "cnn": (write_cnn, {"channels": (3, 32, 64, 128), "size": 64}, "cross_entropy"),
-    "bert": (write_bert, {"layers": 2, "width": 256, "heads": 4, "vocab": 1000, "positions": 128}, "cross_entropy"),
+Writer = Callable[..., Path]
+# How a model is written, its sizes, its loss, and the samples of a call.
+MODELS: dict[str, tuple[Writer, dict[str, object], str, int]] = {
+    "gpt": (write_gpt, {"layers": 4, "width": 256, "heads": 8, "vocab": 512, "positions": 128}, "cross_entropy", 4),
+    "gpt-wide": (
+        write_gpt,
+        {"layers": 2, "width": 512, "heads": 8, "vocab": 2048, "positions": 64},
+        "cross_entropy",
+        4,
+    ),
+    "gpt-32": (write_gpt, {"layers": 3, "width": 384, "heads": 6, "vocab": 1024, "positions": 32}, "cross_entropy", 1),
+    "mlp-4": (write_mlp, {"sizes": (512, 2048, 2048, 512)}, "mse", 4),
+    "mlp-16": (write_mlp, {"sizes": [1024] * 9}, "mse", 16),
+    "mlp-32": (write_mlp, {"sizes": [1024] * 9}, "mse", 32),
+    "mlp-64": (write_mlp, {"sizes": [1024] * 9}, "mse", 64),
+    "mlp-320": (write_mlp, {"sizes": [1024] * 9}, "mse", 320),
+    "cnn": (write_cnn, {"channels": (3, 32, 64, 128), "size": 64}, "cross_entropy", 4),
+    "bert": (write_bert, {"layers": 2, "width": 256, "heads": 4, "vocab": 1000, "positions": 128}, "cross_entropy", 4),
 }
-BATCH, ROUNDS, MICROBATCHES = 4, 12, 4
+ROUNDS, MICROBATCHES = 12, 4
 
 
 def main() -> None:
@@ -87,10 +99,10 @@ def measured_device() -> Device:
 
 def rows_of(name: str, device: Device, guessed: Device) -> list[tuple[str, float, dict[str, float]]]:
     """Return for every graph of the model on one stage its name, its seconds, and its costs by source."""
-    write, sizes, loss = MODELS[name]
+    write, sizes, loss, batch = MODELS[name]
     with tempfile.TemporaryDirectory(prefix="penstock-costs-") as text:
         folder = Path(text)
-        model = ps.from_onnx(write(folder / "model.onnx", **sizes), dims={"batch": BATCH})
+        model = ps.from_onnx(write(folder / "model.onnx", **sizes), dims={"batch": batch})
         training = ps.Training(loss, ps.AdamW(lr=1e-4), MICROBATCHES)
         module = ps.plan(model, Cluster((replace(device, name="cpu:0", spaces=()),)), training).module
         backend = backend_of("tvm")

@@ -10,9 +10,10 @@ get seconds and bytes from.
 The seconds of a kernel come from a `Prices`, which prices one kernel at a time. A source that does not know the kernel
 returns None, and the next source is tried:
 
-    Roofline   factor * max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; knows every
-               kernel. In a graph, bytes in a cache (cache_reach.py) move at its rate. The factor is 1 until runs show
-               another (src/penstock/calibration/corrections.py)
+    Roofline   factor * longer(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; knows
+               every kernel. In a graph, bytes in a cache (cache_reach.py) move at its rate. `longer` is the longer of
+               the two times; for products on a CPU a part of the shorter one is added (`_WAITED`). The factor is 1
+               until runs show another (src/penstock/calibration/corrections.py)
     a table    times of kernels that were measured on this machine, by what the kernel does and by device
                (src/penstock/calibration/measured.py)
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the
@@ -29,8 +30,8 @@ Before stage graphs exist, kernels are those that `fuse` would choose in the who
 done while its operand stands in registers costs its arithmetic and no memory, and a layout change nothing. A cut may
 part what was one kernel, which costs a little more.
 
-Limits: the roofline knows one cache, and no shapes (a product of few rows is slower); a kernel by itself finds nothing
-in a cache.
+Limits: the roofline knows one cache, and no shapes but by their bytes (a product of 16 rows or fewer is slower still);
+a kernel by itself finds nothing in a cache.
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ EFFICIENCY = {
 }
 # The share of the data sheet's ratio between tensor cores and float32 that work reaches: an estimate.
 TENSOR_CORES = 0.7
+
+# The part of the time for its bytes that a product on a CPU waits, while it does not compute: its first rows bring the
+# right operand, and with few rows these are a large part. Where bytes take longer, the same of the arithmetic.
+_WAITED = 0.6
 
 # The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs
 # (docs/backends.md). It then needs this share of the multiplications of direct sums.
@@ -222,7 +227,8 @@ class Roofline:
             # A family that gets more out of memory than the yardstick, by more streams at once, gets no more out of a
             # cache.
             memory += near / (device.cache_bandwidth * min(share, 1.0))
-        return self.factor(device) * max(compute, memory) + device.overhead
+        waited = _WAITED if work.family == PRODUCTS and device.kind == "cpu" else 0.0
+        return self.factor(device) * (max(compute, memory) + waited * min(compute, memory)) + device.overhead
 
 
 ROOFLINE = Roofline()

@@ -98,9 +98,9 @@ def test_what_is_outside_of_blocks_may_stay_open(tmp_path: Path) -> None:
     blocks = choices.texts(options, open_outside=True)
     assert any("@h.3." in text for text in blocks)
     assert not any("wte" in text or "wpe" in text for text in blocks)
-    # Control: with all layouts of the programme, the model takes longer than with none.
+    # Control: with all layouts of the programme, the model takes much longer.
     assert set(choices.texts(options)) - set(blocks)
-    assert plan(*choices.texts(options)).predicted.step > none.predicted.step
+    assert plan(*choices.texts(options)).predicted.step > 1.3 * chosen.predicted.step
 
 
 @pytest.mark.parametrize("link", [FAST, (1.25e8, 1e-5)])
