@@ -51,7 +51,7 @@ def libraries(module: Module, options: LibrariesOptions) -> Module:
             or module.cluster.device(places[stage]).kind != "cuda"
         ):
             continue
-        done = _annotated(graph, options.use)
+        done = with_libraries(graph, options.use)
         if done.ops != graph.ops:
             graphs[name] = done
         notes += _notes_on(done, options.use)
@@ -60,7 +60,8 @@ def libraries(module: Module, options: LibrariesOptions) -> Module:
     return module.but(graphs=graphs).noted("libraries", *notes)
 
 
-def _annotated(graph: Graph, use: str) -> Graph:
+def with_libraries(graph: Graph, use: str = "torch") -> Graph:
+    """Return a graph with the annotations of a stage on a GPU."""
     makers = graph.producers()
 
     def choose(op: Op) -> Op:

@@ -7,7 +7,8 @@ Chain whose layers are runs of operations, with the costs of each at each of the
                 time; of the places where a run may end the one is chosen that fewest bytes cross. So no plan over
                 layers is slower than the best over operations by more than a run per stage; `largest` is the part of
                 the whole that the longest run is
-    seconds     of passes/costs/prices.py, for the kernels that `fuse` would choose; operations of the backward graph
+    seconds     of passes/costs/prices.py, for the kernels that `fuse` would choose; on GPUs libraries compute products
+                and convolutions, and leave what follows to other kernels; operations of the backward graph
                 count for the layer of the operation they belong to. Those that only gradients of weights need are its
                 `weight` part
     calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; a
@@ -20,7 +21,7 @@ Some models have other operations with some sizes of a microbatch, most often wi
 `simplify` see ones: such sizes are left out.
 
 Limits: the exchange of a tied parameter is memory here, not time. Bytes are estimates for choosing;
-ir/memory/predict.py counts what a chosen plan needs.
+ir/memory/predict.py counts what a chosen plan needs. GPUs have the prices of libraries, also where a plan does without.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
 from penstock.ir.types import FLOATS
 from penstock.passes.costs.prices import ROOFLINE, GraphCost, Prices
+from penstock.passes.kernels.libraries import with_libraries
 from penstock.passes.partition.chain import (
     chain_of,
     crossing_bytes,
@@ -156,6 +158,8 @@ class _Sized:
     ) -> None:
         self.module, self.prices, self.wire = module, prices, wire
         self.updates_elsewhere, self.exchanged = updates_elsewhere, exchanged
+        # Graphs as libraries compute them, by name.
+        self.on_gpus = dict[str, GraphCost]()
         self.chain = chain_of(module)
         if not self.chain:
             raise UsageError("the model computes nothing from its inputs: there is no operation to plan for")
@@ -178,7 +182,12 @@ class _Sized:
 
     def _op_seconds(self, cost: GraphCost, device: Device) -> list[float]:
         """Return the seconds of each operation of a graph, with what is exchanged in its place."""
-        seconds, exchanged = cost.op_seconds(device, self.prices), self.exchanged.get(cost.graph.name)
+        exchanged, name = self.exchanged.get(cost.graph.name), cost.graph.name
+        if device.kind == "cuda":
+            if name not in self.on_gpus:
+                self.on_gpus[name] = GraphCost(with_libraries(cost.graph))
+            cost = self.on_gpus[name]
+        seconds = cost.op_seconds(device, self.prices)
         return seconds if exchanged is None else [a + b for a, b in zip(seconds, exchanged, strict=True)]
 
     def _forward(self, device: Device) -> Floats:

@@ -8,9 +8,10 @@ import pytest
 
 import penstock as ps
 from penstock.ir.cluster.cluster import Cluster, Device, Link
+from penstock.ir.cluster.gpus import usual_settings
 from penstock.ir.graph import PARAM
 from penstock.models import write_cnn, write_gpt, write_mlp
-from penstock.passes.costs.prices import GraphCost
+from penstock.passes.costs.prices import GraphCost, rank_seconds
 from penstock.passes.partition.chain import chain_of
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PlanRequest
@@ -51,6 +52,19 @@ def test_layers_hold_all_there_is(gpt):
     assert (
         params <= sum(x.params for x in few.chain.layers) <= sum(x.params for x in whole.chain.layers) <= params + tied
     )
+
+
+def test_layers_on_a_gpu_take_what_a_stage_there_takes(tmp_path):
+    """Libraries leave what follows a product to other kernels. The oracle: the stage that the passes make. The control: kernels as on a CPU."""
+    model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [64, 8192, 64, 8192, 64], batch=2048))
+    gpu = Device("cuda:0", "cuda", target="sm_90", **usual_settings("sm_90"))
+    module = before_partition(model, Cluster((gpu,)), TRAINING)
+    chain = profile_chain({2048: module}, gpu).chain
+    times = chain.timer(chain, gpu, 2048)
+    stage = rank_seconds(ps.plan(model, Cluster((gpu,)), TRAINING).module)
+    assert sum(times.forward) + gpu.call_overhead == pytest.approx(stage[0, "F"], rel=0.01)
+    assert sum(times.backward) + gpu.call_overhead == pytest.approx(stage[0, "B"], rel=0.1)
+    assert sum(GraphCost(module.graphs["F"]).op_seconds(gpu)) + gpu.call_overhead < 0.9 * stage[0, "F"]
 
 
 def test_bytes_grow_with_the_microbatch(gpt):
