@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import UPDATE
+from penstock.ir.batch_shares import share_of
 from penstock.ir.graph import COPY, GRAD, PARAM, STATE, Module, Value, Var, stage_vars, stepped_vars
 from penstock.ir.memo import Derived
 from penstock.ir.schedule import COMPUTE, READERS, Action
@@ -114,7 +115,7 @@ def rank_memory(module: Module, rank: int) -> Memory:
             fixed[purpose_of(var)] += module.local_type(var.type, stage).nbytes * var.versions
     # One that several stages of the rank take waits once.
     fed = {value.name: value for stage in stages for value in _fed_values(module, stage)}.values()
-    batch = schedule.microbatches * sum(v.type.nbytes for v in fed)
+    batch = len(share_of(module, rank)) * sum(v.type.nbytes for v in fed)
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work
     # on it.
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch

@@ -206,7 +206,8 @@ def needs_of(
     if outlook.schedule not in SCHEDULES or all(device.memory is None for ranks in devices for device in ranks):
         return None
     kind = SCHEDULES[outlook.schedule]
-    waiting = (BATCHES_AHEAD + 1) * sum(shares[0])
+    # A rank gets its part of each batch.
+    waiting = (BATCHES_AHEAD + 1) * max(max(row) for row in shares)
 
     def load_of(module: Module) -> StageLoad:
         chain, bytes_of = (

@@ -457,7 +457,7 @@ def test_batches_that_wait_are_counted(symbolic, tmp_path, capsys):
     """What the planner takes for the memory of a plan is at least most of what the passes count for it."""
     path = tmp_path / "two.toml"
     path.write_text('[[device]]\nname = "a"\nmemory = "4 MB"\n[[device]]\nname = "b"\nmemory = "4 MB"\n')
-    assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 512, "--json")) == 0
+    assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 512, "--replicas", 1, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert not found["planner"]["refused"]
     assert max(row["data"] for row in found["memory"].values()) >= 5 * 512 * 64 * 4

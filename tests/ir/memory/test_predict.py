@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.oracles.sharding.local_modules import local_mlp
 
+from penstock.ir.batch_shares import fed_to_rank, share_of
 from penstock.ir.graph import Value
-from penstock.ir.memory.predict import measure_memory, memory_course, planned_account
+from penstock.ir.memory.predict import BATCHES_AHEAD, measure_memory, memory_course, planned_account
 from penstock.ir.types import TensorType
+from penstock.runtime.data.batches import BatchCuts
+
+TYPES = {"f32": np.float32, "i64": np.int64}
 
 
 @pytest.mark.parametrize("kind", ["2bw", "zb-1f1b"])
@@ -40,3 +45,21 @@ def test_inputs_and_messages_count_as_parts() -> None:
     doubled = module.but(inputs=(Value(x.name, type.laid([("tp",), ()])), labels))
     assert measure_memory(doubled)[0].data == before[0].data
     assert measure_memory(module.but(inputs=(Value(x.name, type), labels)))[0].data > before[0].data
+
+
+@pytest.mark.parametrize(("dp", "microbatches"), [(1, 4), (2, 4), (2, 3)])
+def test_replicas_wait_for_their_part_of_each_batch(dp: int, microbatches: int) -> None:
+    """The oracle: what a job sends to a rank, of so many batches. With one replica that is all of them."""
+    module = local_mlp("1f1b", 1, dp, 1, microbatches=microbatches).local
+    cuts = BatchCuts(module)
+    batch = {
+        value.name: np.zeros((value.type.dims[0] * microbatches, *value.type.dims[1:]), TYPES[value.type.dtype])
+        for value in module.data_inputs
+    }
+    whole = sum(array.nbytes for array in batch.values())
+    for rank, row in measure_memory(module).items():
+        sent = [
+            cuts.share(name, batch[name], share_of(module, rank), microbatches) for name in fed_to_rank(module, rank)
+        ]
+        assert row.data == (BATCHES_AHEAD + 1) * sum(array.nbytes for array in sent)
+        assert (sum(array.nbytes for array in sent) < whole) == (dp > 1)

@@ -35,12 +35,14 @@ def limited(nbytes):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_cuts_count_what_goes_and_comes_in_place_of_state(model, schedule):
+def test_cuts_count_what_goes_and_comes_in_place_of_state(tmp_path, schedule):
+    model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [512, *[256] * 5, 1024], batch=4))
+
     def planned(cluster):
         return ps.plan(model, cluster, training(microbatches=4), update_on="cpu:2", schedule=schedule)
 
     peaks = [row.peak for row in measure_memory(planned(Cluster.local(3)).module).values()][:2]
-    assert max(peaks) > 1.5 * min(peaks)
+    assert max(peaks) > 1.4 * min(peaks)
     plan = planned(limited(int(0.95 * max(peaks))))
     assert "cut so that stages fit into memory" in "\n".join(note.text for note in plan.module.notes)
     # The control: cuts that count state on stages.
