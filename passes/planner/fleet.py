@@ -93,6 +93,12 @@ class Fleet:
         first: dict[Device, int] = {}
         return tuple(first.setdefault(replace(device, name="", host=""), i) for i, device in enumerate(self.devices))
 
+    @cached_property
+    def exchangeable(self) -> Indices:
+        """For every device the first one that it is interchangeable with."""
+        first = {i: group[0] for group in self.classes() for i in group}
+        return tuple(first[i] for i in range(len(self.devices)))
+
     def classes(self) -> list[list[int]]:
         """Return the groups of interchangeable devices, in order of their first."""
         kinds, groups = self.kinds(), list[list[int]]()

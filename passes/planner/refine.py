@@ -3,18 +3,24 @@
 In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py. These
 are some percent off where stages are unequal. Out: for each schedule the plan with the shortest time when
 passes/simulator/simulate.py runs its program against the same costs, and that time. The search tries all usable devices
-in every order, one for each stage, with the best cuts by the formulas for that order. Of layouts with replicas it tries
-the best by the formulas. From the fastest of these on it moves cuts by some layers.
+in every order, one for each stage, with the best cuts and shares by the formulas for that order. It does the same with
+several devices on a stage, in every way that the formulas find nearly as fast as the fastest way. Under schedules that
+drain they are furthest off there, where links are slow. From the fastest of these plans on it moves cuts by some
+layers, and microbatches between replicas.
 
-Limits: small plans only (`MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices);
-microbatches are as large as in a plan that the formulas found.
+With more devices the search starts with the fastest ones in a row, and changes the devices of one or two stages at a
+time: a device is left out, added, exchanged for another or put on a stage of its own, stages change places or become
+one.
+
+Limits: small plans only (`MOST_ACTIONS`, `_ENOUGH` in all; every order of up to `_MOST_ORDERED` devices, changes with
+up to `_MOST_CHANGED`); microbatches are as large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
 from penstock.ir.cluster.cluster import Cluster
@@ -35,14 +41,17 @@ from .fleet import Fleet
 from .plan import Judged, PipelinePlan
 from .planner import Outcome, Planner
 
-MOST_ACTIONS, _MOST_ORDERED = 4000, 4
-# The most times as slow as the best that layouts may be by the formulas, and the number of such layouts. The number of
-# sizes of microbatches that orders are tried with.
-_WITHIN, _MOST_LAYOUTS, _SIZES = 1.5, 12, 2
+MOST_ACTIONS, _MOST_ORDERED, _MOST_CHANGED = 4000, 4, 6
+# The most times as slow as the best that layouts may be by the formulas, the number of such layouts, and that of ways
+# to put several devices on a stage. The number of sizes of microbatches that orders are tried with.
+_WITHIN, _MOST_LAYOUTS, _MOST_GROUPED, _SIZES = 1.5, 12, 40, 2
 # The number of starts whose cuts are moved, and the numbers of layers they move by.
 _STARTS, _MOVES = 2, (1, 2, 4, 8)
-# The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some.
-_ENOUGH = 8000
+# The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some. The part of
+# them that starts may take: the others are for what is changed from there.
+_ENOUGH, _FOR_STARTS = 8000, 0.6
+# The devices of each stage, in order.
+Devices = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -60,18 +69,23 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     plan = outcome.plan
     if plan.count * len(plan.devices) > MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
-    judge_of = SimulatedSteps(planner, cluster)
+    judge_of = SimulatedSteps(planner, cluster, most=_FOR_STARTS * _ENOUGH)
     starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
+    judge_of.most = _ENOUGH
     best = best_near(starts, judge_of)
+    if _MOST_ORDERED < len(devices) <= _MOST_CHANGED:
+        best = _changed(best, planner, judge_of, devices)
     judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
     refined = replace(outcome, plan=best, judged=judged, bound=min(outcome.bound, judged.step))
     return Refined(refined, judge_of.step(best), len(judge_of.known))
 
 
 def _others(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Iterator[PipelinePlan]:
-    """Yield the best plans by the formulas of every layout and size of microbatches, and with one device for every
-    stage, in every order."""
+    """Yield the best plans by the formulas of every layout and size of microbatches, and those of every order of the
+    devices on stages. With many devices these are rows of the fastest."""
     if len(devices) > _MOST_ORDERED:
+        if len(devices) <= _MOST_CHANGED:
+            yield from _rows(planner, plan, devices)
         return
     plans = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]
     plans = [other for other in plans if other.count * len(other.devices) <= MOST_ACTIONS][:_MOST_LAYOUTS]
@@ -81,12 +95,13 @@ def _others(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Ite
     )
     for size in [*sizes][:_SIZES]:
         yield from _orders(planner, plan.schedule, size, devices)
+        yield from _grouped(planner, plan.schedule, size, devices)
 
 
 def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) -> Iterator[PipelinePlan]:
     seen = set()
     for order in (order for count in range(1, len(devices) + 1) for order in permutations(devices, count)):
-        names = tuple((planner.kinds[i], planner.fleet.devices[i].host) for i in order)
+        names = tuple(planner.fleet.exchangeable[i] for i in order)
         if names not in seen:
             seen.add(names)
             plan = planner.in_order(schedule, size, order)
@@ -94,13 +109,107 @@ def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) 
                 yield plan
 
 
+def _rows(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Iterator[PipelinePlan]:
+    """Yield plans with some of the fastest devices in a row, from the fastest to the slowest, and the other way
+    round."""
+    speeds = planner.speeds(plan.size)
+    ordered = sorted(devices, key=lambda i: -speeds[i])
+    for count in range(1, len(ordered) + 1):
+        for order in dict.fromkeys((tuple(ordered[:count]), tuple(ordered[:count][::-1]))):
+            if (row := planner.in_order(plan.schedule, plan.size, order)) is not None:
+                yield row
+
+
+def _grouped(planner: Planner, schedule: str, size: int, devices: Sequence[int]) -> list[PipelinePlan]:
+    """Return the fastest plans by the formulas with several devices on a stage, one for each way."""
+    outcomes, seen, fastest = list[Outcome](), set[tuple[object, ...]](), float("inf")
+    # Where memory has limits, each way may have to compute again in parts, which is tried without a limit of time.
+    within = float("inf") if any(planner.fleet.devices[i].memory is not None for i in devices) else _WITHIN
+    for groups in _groups(devices, planner.wanted.replicas or len(devices)):
+        names = _names(planner, groups)
+        if len(groups) == sum(map(len, groups)) or names in seen:
+            continue
+        seen.add(names)
+        outcome = _best_on(planner, schedule, size, groups, fastest * within)
+        if outcome is not None:
+            outcomes.append(outcome)
+            fastest = min(fastest, outcome.step)
+    near = sorted((one for one in outcomes if one.step <= fastest * _WITHIN), key=lambda one: one.step)
+    return [one.plan for one in near[:_MOST_GROUPED]]
+
+
+def _groups(devices: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield every way to put some of the devices on stages in order, at most so many on each."""
+    yield ()
+    for count in range(1, min(most, len(devices)) + 1):
+        for group in combinations(devices, count):
+            free = [device for device in devices if device not in group]
+            yield from ((group, *others) for others in _groups(free, most))
+
+
+def _names(planner: Planner, groups: Devices) -> tuple[object, ...]:
+    """Return the same for groups of devices that are interchangeable."""
+    return tuple(tuple(sorted(planner.fleet.exchangeable[i] for i in group)) for group in groups)
+
+
+def _best_on(
+    planner: Planner, schedule: str, size: int, groups: Devices, below: float = float("inf")
+) -> Outcome | None:
+    """Return the best plan by the formulas whose stages are these groups of devices, all of them."""
+    used = frozenset(i for group in groups for i in group)
+    return planner.in_groups(schedule, size, groups, used.__eq__, below)
+
+
+def _changed(start: PipelinePlan, planner: Planner, judge_of: SimulatedSteps, devices: Sequence[int]) -> PipelinePlan:
+    """Return the best plan that changes of the devices of stages lead to, one at a time."""
+    best, most = start, planner.wanted.replicas or len(devices)
+    seen = {_names(planner, [stage.devices for stage in start.stages])}
+    while not judge_of.is_spent:
+        changed = best
+        for groups in _changes([stage.devices for stage in best.stages], devices):
+            names = _names(planner, groups)
+            if not groups or max(map(len, groups)) > most or names in seen:
+                continue
+            seen.add(names)
+            outcome = _best_on(planner, best.schedule, best.size, groups)
+            if outcome is not None and judge_of.step(outcome.plan) < judge_of.step(changed):
+                changed = outcome.plan
+        if changed is best:
+            break
+        best = _moved(changed, judge_of)
+    return best
+
+
+def _changes(groups: Sequence[tuple[int, ...]], devices: Sequence[int]) -> Iterator[Devices]:
+    """Yield the groups with a device less, one more, another or one by itself, with two that change places, and with
+    two neighbours as one."""
+    idle = [device for device in devices if not any(device in group for group in groups)]
+    for s, group in enumerate(groups):
+        before, behind = (*groups[:s],), (*groups[s + 1 :],)
+        for i in group:
+            others = tuple(other for other in group if other != i)
+            yield (*before, *([others] if others else []), *behind)
+            if others:
+                yield (*before, (i,), others, *behind)
+                yield (*before, others, (i,), *behind)
+            yield from ((*before, tuple(sorted((*others, one))), *behind) for one in idle)
+        yield from ((*before, tuple(sorted((*group, other))), *behind) for other in idle)
+        yield from ((*before, (other,), group, *behind) for other in idle)
+        for t in range(s + 1, len(groups)):
+            yield (*before, groups[t], *groups[s + 1 : t], group, *groups[t + 1 :])
+        if behind:
+            yield (*before, tuple(sorted((*group, *behind[0]))), *behind[1:])
+    yield from ((*groups, (other,)) for other in idle)
+
+
 def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps) -> PipelinePlan:
-    """Return the best plan that moving cuts leads to from the first of some plans, which come in order."""
+    """Return the best plan that moving cuts and microbatches leads to from the first of some plans, which come in
+    order."""
     return min((_moved(start, judge_of) for start in starts[:_STARTS]), key=judge_of.step)
 
 
 def _moved(start: PipelinePlan, judge_of: SimulatedSteps) -> PipelinePlan:
-    """Return the best plan that moving one cut at a time leads to."""
+    """Return the best plan that moving one cut, or one microbatch between replicas, at a time leads to."""
     best = start
     while True:
         moved = min(_neighbours(best, judge_of.table(best)), key=judge_of.step, default=best)
@@ -117,6 +226,13 @@ def _neighbours(plan: PipelinePlan, table: Table) -> Iterator[PipelinePlan]:
             if before.first < cut < stage.last and table.cut[cut]:
                 changed = (replace(before, last=cut), replace(stage, first=cut))
                 yield replace(plan, stages=(*plan.stages[:s], *changed, *plan.stages[s + 2 :]))
+    for s, stage in enumerate(plan.stages):
+        for source, target in permutations(range(len(stage.devices)), 2):
+            if stage.shares[source] > 1:
+                shares = [n - (i == source) + (i == target) for i, n in enumerate(stage.shares)]
+                yield replace(
+                    plan, stages=(*plan.stages[:s], replace(stage, shares=tuple(shares)), *plan.stages[s + 1 :])
+                )
 
 
 # The reasons that forbid a plan, and its seconds per batch by formulas.
@@ -128,18 +244,23 @@ class SimulatedSteps:
     or came when enough had been simulated, of which `most` is the limit."""
 
     def __init__(self, planner: Planner, cluster: Cluster, checked: Checked = judge, *, most: float = _ENOUGH) -> None:
-        self.planner, self.cluster, self._checked, self._most = planner, cluster, checked, most
+        self.planner, self.cluster, self._checked, self.most = planner, cluster, checked, most
         self.known: dict[PipelinePlan, float] = {}
         self._spent = 0
         local_cpus = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
         self._takes_turns = sum(device.threads for device in local_cpus) > usable_cores()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether enough was simulated."""
+        return self._spent > self.most
 
     def table(self, plan: PipelinePlan) -> Table:
         return self.planner.table(plan.size)
 
     def step(self, plan: PipelinePlan) -> float:
         if plan not in self.known:
-            if self._spent > self._most:
+            if self.is_spent:
                 return float("inf")
             judged = self._checked(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base)
             ranks = max(len(plan.devices), len(plan.stages))

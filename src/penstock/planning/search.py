@@ -15,7 +15,7 @@ So the best plan of each schedule is carried out, and the simulation of all says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -289,29 +289,32 @@ class _Searching:
         self, profile: Profile, result: Result, wanted: PlanRequest
     ) -> tuple[dict[str, tuple[Outcome, list[str]]], dict[str, Refined]]:
         """Return the plan of every schedule without devices that help little, and the best near it by simulation. After
-        an interrupt the plans stay as they are."""
+        an interrupt the other plans stay as they are."""
         spared: dict[str, tuple[Outcome, list[str]]] = {kind: (best, []) for kind, best in result.outcomes.items()}
         refined: dict[str, Refined] = {}
         try:
             if not result.stopped:
                 for kind, outcome in result.outcomes.items():
                     spared[kind] = without_little_help(result.planner, outcome)
-                refined = self._refined(result, spared)
+                for kind, near in self._refined(result, spared):
+                    refined[kind] = near
         except KeyboardInterrupt:
             result.planner.stopped = True
         if result.stopped:
             self.feedback.say(_INTERRUPTED)
         return spared, refined
 
-    def _refined(self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]) -> dict[str, Refined]:
-        """Return the best plan of every schedule by simulation, where it is small enough for that."""
-        refined = {}
+    def _refined(
+        self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]
+    ) -> Iterator[tuple[str, Refined]]:
+        """Yield the best plan of every schedule by simulation, where it is small enough for that."""
         for kind, (outcome, little) in spared.items():
+            if result.stopped:
+                return
             # A device that was just left out because it helps too little does not come back.
             usable = outcome.plan.devices if little else range(len(result.fleet))
             if (near := refine(result.planner, self._simulated, outcome, usable)) is not None:
-                refined[kind] = near
-        return refined
+                yield kind, near
 
     def _profile(self, precision: str | None, sizes: Sequence[int], feedback: Feedback = SILENT) -> Profile:
         modules = {size: self._whole(precision, size, feedback) for size in sizes}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 from random import Random
 
 import pytest
 
-from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
+from penstock.ir.cluster.cluster import Cluster, Device, Link, LinkClass
+from penstock.passes.planner import refine as refining
 from penstock.passes.planner.chain import Amount, Chain, Layer, Times
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
@@ -96,6 +98,137 @@ def test_where_replicas_are_allowed_the_plan_is_no_slower(schedule: str) -> None
         worse += SimulatedSteps(several, cluster).step(outcome.plan) > found[0] * 1.001
         assert found[1] <= found[0] * 1.03
     assert worse or schedule == "2bw", "the formulas alone do as well: nothing was tried here"
+
+
+def drawn_alike(rng: Random, count: int) -> tuple[Planner, Cluster]:
+    """So many devices, some of them alike, that may be replicas, over links of drawn rates."""
+    seconds = [rng.uniform(0.2, 1.0) for _ in range(LAYERS)]
+    speeds = [1.0, *(rng.choice([1.0, rng.uniform(0.2, 0.9)]) for _ in range(count - 1))]
+    rows = {
+        speed: Times(*(tuple(part * t / speed for t in seconds) for part in (1.0, 2.0, 1.0, 1.0, 0.1)))
+        for speed in speeds
+    }
+    layers = tuple(
+        Layer(f"layer{i}", params=8, grads=8, saved=Amount(8), out=Amount(rng.randint(1, 60)), back=Amount(20))
+        for i in range(LAYERS)
+    )
+    devices = tuple(
+        Device(f"d{i}", host=f"h{i}", target=f"{speed}", message_overhead=0.0, socket_bandwidth=1e12)
+        for i, speed in enumerate(speeds)
+    )
+    cluster = Cluster(devices, classes=(LinkClass("other-host", rng.choice([20.0, 100.0, 1000.0]), 0.05),))
+    wanted = PlanRequest(MICROBATCHES, ("1f1b", "gpipe", "zb-1f1b"), "none", (1,), tolerance=1e-6)
+    chain = Chain(layers, timer=lambda chain, device, b: rows[float(device.target)])
+    return Planner(chain, fleet_of(cluster), wanted), cluster
+
+
+def ways(devices: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to put some of the devices on stages, in order."""
+    yield ()
+    for count in range(1, len(devices) + 1):
+        for group in combinations(devices, count):
+            rest = tuple(device for device in devices if device not in group)
+            yield from ((group, *others) for others in ways(rest))
+
+
+def dealt(count: int, replicas: int) -> Iterator[tuple[int, ...]]:
+    """Every way to deal so many microbatches to replicas."""
+    if replicas == 1:
+        yield (count,)
+        return
+    for first in range(1, count - replicas + 2):
+        yield from ((first, *rest) for rest in dealt(count - first, replicas - 1))
+
+
+def every_plan_with_replicas(planner: Planner, schedule: str) -> Iterator[PipelinePlan]:
+    for groups in filter(None, ways(tuple(range(len(planner.fleet))))):
+        for cuts in combinations(range(1, LAYERS), len(groups) - 1):
+            for shares in product(*(list(dealt(MICROBATCHES, len(group))) for group in groups)):
+                spans = pairwise([0, *cuts, LAYERS])
+                stages = (
+                    StagePlan(a, b, group, share) for (a, b), group, share in zip(spans, groups, shares, strict=True)
+                )
+                yield PipelinePlan(schedule, 1, MICROBATCHES, tuple(stages))
+
+
+def fastest(planner: Planner, cluster: Cluster) -> float:
+    """The seconds of the fastest plan of all schedules."""
+    steps = []
+    for schedule in planner.wanted.schedules:
+        outcome = planner.best(schedule)
+        assert outcome is not None
+        near = refine(planner, cluster, outcome, range(len(planner.fleet)))
+        assert near is not None
+        steps.append(near.step)
+    return min(steps)
+
+
+def test_with_replicas_the_plan_is_nearly_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every plan on three devices. The control tries groups of devices by the formulas alone."""
+    rng, near, by_formulas = Random(11), [], []
+    for _ in range(11):
+        planner, cluster = drawn_alike(rng, 3)
+        judges = {schedule: SimulatedSteps(planner, cluster, most=10**9) for schedule in planner.wanted.schedules}
+        best = min(
+            judge_of.step(plan)
+            for schedule, judge_of in judges.items()
+            for plan in every_plan_with_replicas(planner, schedule)
+        )
+        near.append(fastest(planner, cluster) / best)
+        with monkeypatch.context() as patched:
+            patched.setattr(refining, "_grouped", lambda *rest: [])
+            by_formulas.append(fastest(planner, cluster) / best)
+    assert min(near) > 1 - 1e-9
+    assert sum(ratio < 1.0001 for ratio in near) >= 10
+    assert max(near) < 1.06
+    assert max(by_formulas) > 1.08
+
+
+def test_devices_with_other_links_are_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four devices that are alike on one host, with two fast links and slow ones: how they are numbered makes no
+    difference. The control takes them for the same."""
+
+    def step(order: tuple[int, ...]) -> float:
+        planner, _ = drawn_alike(Random(4), 4)
+        devices = tuple(replace(planner.fleet.devices[0], name=f"d{i}", host="h") for i in order)
+        fast, pairs = [{0, 1}, {2, 3}], combinations(range(4), 2)
+        links = tuple(Link(f"d{a}", f"d{b}", 1000.0 if {a, b} in fast else 5.0, 0.05) for a, b in pairs)
+        cluster = Cluster(devices, links=links)
+        return fastest(Planner(planner.chain, fleet_of(cluster), planner.wanted), cluster)
+
+    orders = [(0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2), (0, 3, 2, 1)]
+    steps = [step(order) for order in orders]
+    assert max(steps) < 1.001 * min(steps)
+
+    def by_host(planner: Planner, groups: refining.Devices) -> tuple[object, ...]:
+        return tuple(len(group) for group in groups)
+
+    monkeypatch.setattr(refining, "_names", by_host)
+    careless = [step(order) for order in orders]
+    assert max(careless) > 1.01 * min(careless)
+
+
+@pytest.mark.slow
+def test_changes_of_devices_lead_near_the_best_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside every way to put five devices on stages, with the cuts and shares of the formulas. The control changes
+    none."""
+    near, unchanged = [], []
+    for rng in (Random(11), Random(15)) * 2:
+        planner, cluster = drawn_alike(rng, 5)
+        best = float("inf")
+        for schedule in planner.wanted.schedules:
+            judge_of = SimulatedSteps(planner, cluster, most=10**9)
+            for groups in filter(None, ways(tuple(range(5)))):
+                used = frozenset(device for group in groups for device in group)
+                outcome = planner.in_groups(schedule, 1, groups, used.__eq__)
+                if outcome is not None:
+                    best = min(best, judge_of.step(outcome.plan))
+        near.append(fastest(planner, cluster) / best)
+        with monkeypatch.context() as patched:
+            patched.setattr(refining, "_MOST_CHANGED", 0)
+            unchanged.append(fastest(planner, cluster) / best)
+    assert max(near) < 1.05
+    assert max(unchanged) > 1.1
 
 
 def test_what_takes_long_to_simulate_is_left_as_it_is() -> None:
