@@ -276,16 +276,20 @@ def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 GOALS = {"typical": 0.05, "worst": 0.12, "step": 0.10, "quick step": 0.20, "memory": 0.10}
 
 
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    off = errors_of(rows)
+    return (
+        f"{len(rows)} cells of {len(cells())}: chosen plans take {off['typical']:.1%} more than the best in the median, "
+        f"{off['worst']:.1%} at worst; predictions are off by {off['step']:.1%} in the median, with quick rates by "
+        f"{off['quick step']:.1%}; memory by {off['memory']:.1%} at worst"
+    )
+
+
 def judge(rows: Sequence[Mapping[str, Any]]) -> int:
     """Print the table and how far off the cells are; return 1 where a goal is missed."""
     print(markdown(*table_of(rows)))
-    off = errors_of(rows)
-    print(
-        f"{len(rows)} cells: chosen plans take {off['typical']:.1%} more than the best in the median, {off['worst']:.1%} at "
-        f"worst; predictions are off by {off['step']:.1%} in the median, with quick rates by {off['quick step']:.1%}; "
-        f"memory by {off['memory']:.1%} at worst"
-    )
-    return int(any(off[key] > goal for key, goal in GOALS.items()))
+    print(verdict(rows))
+    return int(any(errors_of(rows)[key] > goal for key, goal in GOALS.items()))
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -53,6 +53,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "generation-prompts": partial(generation_rates, "generation-prompts"),
         "attention-over-caches": committed_table("attend"),
         "joint-plans": committed_table("joint_plans"),
+        "chosen-teams": committed_table("chosen_teams"),
+        "plans-held-back": plans_held_back,
         "planned-unequal": committed_table("planner", "unequal"),
         "planned-equal": committed_table("planner", "equal"),
         "large-folder": committed_table("large_folder"),
@@ -94,6 +96,18 @@ def under_budgets() -> str:
     document = json.loads((HERE.parent / "benchmarks/results/budgets.json").read_text(encoding="utf-8"))
     tables = [markdown(*make(document["rows"])) for make in (table_of_verdict, table_of)]
     return "\n\n".join([f"* {'; '.join(document['machine'])}", *tables]) + "\n"
+
+
+def plans_held_back() -> str:
+    """What plans for drawn clusters were chosen, predicted and measured to take in the committed cells."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from held_back import table_of, verdict
+    from machine import markdown
+
+    document = json.loads((HERE.parent / "benchmarks/results/held_back.json").read_text(encoding="utf-8"))
+    facts, rows = document["facts"], document["rows"]
+    shown = [f"* {facts['system']}; {facts['processor']}", f"* {verdict(rows)}", ""]
+    return "\n".join([*shown, markdown(*table_of(rows))]) + "\n"
 
 
 def export_verdicts() -> str:
