@@ -42,13 +42,13 @@ from .plan import Judged, PipelinePlan
 from .planner import Outcome, Planner
 
 MOST_ACTIONS, _MOST_ORDERED, _MOST_CHANGED = 4000, 4, 6
-# The most times as slow as the best that layouts may be by the formulas, the number of such layouts, and that of ways
-# to put several devices on a stage. The number of sizes of microbatches that orders are tried with.
+# The most times as slow as the best that layouts may be by the formulas. The numbers of such layouts, of ways to put
+# several devices on a stage, and of sizes of microbatches that orders are tried with.
 _WITHIN, _MOST_LAYOUTS, _MOST_GROUPED, _SIZES = 1.5, 12, 40, 2
 # The number of starts whose cuts are moved, and the numbers of layers they move by.
 _STARTS, _MOVES = 2, (1, 2, 4, 8)
-# The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some. The part of
-# them that starts may take: the others are for what is changed from there.
+# The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some. The part
+# of them that starts may take: the others are for what is changed from there.
 _ENOUGH, _FOR_STARTS = 8000, 0.6
 # The devices of each stage, in order.
 Devices = Sequence[tuple[int, ...]]
@@ -252,7 +252,7 @@ class SimulatedSteps:
 
     @property
     def is_spent(self) -> bool:
-        """Whether enough was simulated."""
+        """True when enough was simulated."""
         return self._spent > self.most
 
     def table(self, plan: PipelinePlan) -> Table:

@@ -103,7 +103,7 @@ def without_trips(monkeypatch) -> None:
 
 
 def test_the_demo_waits_for_no_slow_link(monkeypatch, tmp_path) -> None:
-    """The demo's GPT on two hosts, 1 Gbit/s and 20 ms apart: 195 ms a batch at most, and 1.2 times that by the control."""
+    """The demo's GPT on two hosts, 1 Gbit/s and 20 ms apart: 206 ms a batch at most, and 1.2 times that by the control."""
     model = ps.from_onnx(MODELS["gpt"](tmp_path / "model.onnx"))
     devices = (Device("cpu:0", host="h0"), Device("cpu:1", host="h1"))
     cluster = Cluster(devices, (Link("cpu:0", "cpu:1", bandwidth=1.25e8, latency=2e-2),))
@@ -112,9 +112,9 @@ def test_the_demo_waits_for_no_slow_link(monkeypatch, tmp_path) -> None:
     def step() -> float:
         return predict(ps.plan(model, cluster, training, schedule="eager-2bw").module).step
 
-    assert step() <= 0.195
+    assert step() <= 0.206
     without_trips(monkeypatch)
-    assert step() > 1.2 * 0.195
+    assert step() > 1.2 * 0.206
 
 
 def test_counting_latency_as_load_is_not(monkeypatch, tmp_path) -> None:
