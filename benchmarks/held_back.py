@@ -8,8 +8,9 @@ Thirty clusters are drawn once, with two to six devices. Each device is a thread
 processor time, and all quotas together are less than the machine. Every third cluster is one of hosts: each device
 has a network namespace, with a network card of a drawn rate (Linux, root, iproute2). Quotas and rates were drawn for
 this benchmark, and nothing in the planner was fitted to them. A cell is a cluster and one of three models. A forward of
-a microbatch takes a core some 50 ms. Periods of quotas are 10 ms, and a process that waits within one has more of a core
-than its quota while it computes, so small models run faster on slow devices than any rates say.
+a microbatch takes a core some 50 ms. The system ends a process's turn at its next tick, and lets it have back what it
+left while it waited. So a device that waits between short computations has more of a core than its quota while it
+computes, and is faster than any rates say: `waiting` in the file says how much.
 
 Devices have the rates that `penstock doctor` measures within their quota. Cards have the rate that they were given. The
 chosen plan is that of `penstock plan --batch`. Its rivals are the best plan under each other schedule but gpipe, which
@@ -40,7 +41,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from held_back_clusters import CLUSTERS, Drawn, measured_file, missing, quotas_in_use
+from held_back_clusters import CLUSTERS, Drawn, measured_file, missing, quotas_in_use, while_waiting
 from held_back_runs import Contest, run_on_hosts, take_turns
 from machine import load as load_of_machine
 from machine import markdown, processor, system, versions
@@ -51,6 +52,7 @@ import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.schedule_names import PACKED, SYNCHRONOUS
+from penstock.ir.text import print_schedule
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.support.errors import PenstockError
 
@@ -150,10 +152,11 @@ def _fitting(plans: Iterator[tuple[str, ps.Plan]]) -> Iterator[tuple[str, ps.Pla
 
 
 def same_program(plan: ps.Plan) -> str:
-    """Return what two plans share that run the same: schedule, devices and the text of their graphs."""
+    """Return what two plans share that run the same: programs of ranks, devices and the values of their graphs."""
     module = plan.module
+    assert module.schedule is not None
     names = [sorted(v.name for op in graph.ops for v in op.outs) for graph in module.graphs.values()]
-    return repr((module.schedule and module.schedule.name, module.rank_devices(), names))
+    return repr((list(print_schedule(module.schedule)), module.rank_devices(), names))
 
 
 # ------------------------------------------------------------------------------------------------ cells
@@ -310,6 +313,9 @@ def rates_of(report: dict[str, Any], path: Path | None) -> None:
                 print(f"rates of {what} ({kind})", file=sys.stderr, flush=True)
                 rates[f"{quota:g}"] = measured_file(quota, kind)
                 save(path, report)
+    if "waiting" not in known:
+        known["waiting"] = {f"{quota:g}": while_waiting(quota) for quota in quotas_in_use()}
+        save(path, report)
 
 
 def main() -> int:

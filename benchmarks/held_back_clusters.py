@@ -50,9 +50,9 @@ class Drawn:
 
     def cluster(self, rates: Mapping[str, str]) -> Cluster:
         """Return the cluster with the rates that devices of these quotas have, from the text of a file of each."""
-        pair = _parsed(rates["0"])
+        pair = parsed(rates["0"])
         devices = tuple(
-            _within(quota, _parsed(rates[f"{quota:g}"]).devices[0], pair.devices[0], name, name if self.rate else _HERE)
+            _within(quota, parsed(rates[f"{quota:g}"]).devices[0], pair.devices[0], name, name if self.rate else _HERE)
             for name, quota in zip(self.names, self.quotas, strict=True)
         )
         classes = pair.classes
@@ -139,6 +139,31 @@ def measured_file(quota: float, kind: str) -> str:
         return file.read_text(encoding="utf-8")
 
 
+def while_waiting(quota: float) -> float:
+    """Return how many times its quota a process has that waits 20 ms before each 12 ms that it computes."""
+    with group_of("waits", quota) as group:
+        enter = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)]
+        done = subprocess.run(
+            [*enter, sys.executable, "-c", _WAITING], capture_output=True, check=True, timeout=_SECONDS, text=True
+        )
+    return float(done.stdout) / quota
+
+
+# Prints the part of a core that such a process has.
+_WAITING = """
+import time
+
+taken = []
+for turn in range(16):
+    time.sleep(0.02)
+    begin, spent = time.perf_counter(), time.process_time()
+    while time.process_time() - spent < 0.012:
+        pass
+    taken.append(time.perf_counter() - begin)
+print(0.012 * 12 / sum(taken[4:]))
+"""
+
+
 def missing() -> str:
     """Say why this host cannot make the clusters, "" if it can."""
     if own_group() is None:
@@ -148,7 +173,7 @@ def missing() -> str:
     return available()
 
 
-def _parsed(text: str) -> Cluster:
+def parsed(text: str) -> Cluster:
     with tempfile.TemporaryDirectory(prefix="held-back-") as folder:
         file = Path(folder) / "one.toml"
         file.write_text(text, encoding="utf-8")

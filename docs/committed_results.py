@@ -54,7 +54,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "attention-over-caches": committed_table("attend"),
         "joint-plans": committed_table("joint_plans"),
         "chosen-teams": committed_table("chosen_teams"),
-        "plans-held-back": plans_held_back,
+        "plans-held-back": partial(plans_run, "held_back"),
+        "plans-best-of-all": partial(plans_run, "best_of_all"),
         "planned-unequal": committed_table("planner", "unequal"),
         "planned-equal": committed_table("planner", "equal"),
         "large-folder": committed_table("large_folder"),
@@ -98,16 +99,16 @@ def under_budgets() -> str:
     return "\n\n".join([f"* {'; '.join(document['machine'])}", *tables]) + "\n"
 
 
-def plans_held_back() -> str:
+def plans_run(name: str) -> str:
     """What plans for drawn clusters were chosen, predicted and measured to take in the committed cells."""
     sys.path.append(str(HERE.parent / "benchmarks"))
-    from held_back import table_of, verdict
+    benchmark = import_module(name)
     from machine import markdown
 
-    document = json.loads((HERE.parent / "benchmarks/results/held_back.json").read_text(encoding="utf-8"))
+    document = json.loads((HERE.parent / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
     facts, rows = document["facts"], document["rows"]
-    shown = [f"* {facts['system']}; {facts['processor']}", f"* {verdict(rows)}", ""]
-    return "\n".join([*shown, markdown(*table_of(rows))]) + "\n"
+    shown = [f"* {facts['system']}; {facts['processor']}", f"* {benchmark.verdict(rows)}", ""]
+    return "\n".join([*shown, markdown(*benchmark.table_of(rows))]) + "\n"
 
 
 def export_verdicts() -> str:

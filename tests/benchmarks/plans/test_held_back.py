@@ -63,6 +63,17 @@ def test_rivals_cut_elsewhere(tmp_path):
     assert held_back.same_program(again) == held_back.same_program(chosen)
 
 
+def test_plans_that_share_microbatches_out_otherwise_are_told_apart(tmp_path):
+    model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [8] * 4, batch=4))
+    training = ps.Training(loss="cross_entropy", microbatches=4)
+    plans = [
+        ps.plan(model, Cluster.local(2), training, devices=[["cpu:0", "cpu:1"]], shares=[shares])
+        for shares in ((2, 2), (3, 1), (2, 2))
+    ]
+    first, other, same = map(held_back.same_program, plans)
+    assert first == same != other
+
+
 def row(chosen: float, best: float, predicted: float, peak: int = 100):
     plans = {
         name: {"schedule": "1f1b", "devices": [["d0"]], "predicted": predicted, "seconds": seconds, "steps": [seconds],
