@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from peak import RegisterLoop, rate_of_cores, read_rate_of_cores
 
 from penstock.ir.graph import Module
-from penstock.ir.ops import cost_of
-from penstock.passes.costs.prices import MULTIPLIED_BY_SQUARES, is_by_squares
+from penstock.ir.ops import cost_of, is_by_squares
+from penstock.passes.costs.prices import MULTIPLIED_BY_SQUARES
 
 
 @dataclass(frozen=True)

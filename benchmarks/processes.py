@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -61,6 +62,31 @@ def cpu_seconds(pid: int) -> float:
     """Return user and system time of all threads of a process so far."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / TICKS
+
+
+@contextmanager
+def awake(cores: Sequence[int]) -> Iterator[None]:
+    """Keep cores from halting while the processes on them sleep, as computing would: a core of a virtual machine that
+    halted takes long to wake. Loops of the idle class do that, which give way to everything else."""
+    loops = [subprocess.Popen([sys.executable, "-c", _LOOP, str(core)]) for core in cores]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+_LOOP = """
+import os, sys
+
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1 << 16):
+        pass
+"""
 
 
 @dataclass

@@ -6,10 +6,10 @@
 Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over
 gloo, real stores, real programs. Only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a whole
 backward 40 ms, of which weight gradients take 20 ms where they are separate. The workers sleep most of the time, so
-that eight of them fit on one or two cores. Rows with latency have links on which a message takes as long as a forward.
-With `/2` behind the name of a schedule each device has two stages, whose computations take half as long each. With
-`again` all stages but the last compute their forwards again, which takes another 20 ms, while they wait for gradients:
-(m+d-1)(tf+tb+tr) - (d+1) tr. In the control, `in B`, backwards of all stages take so much longer: (m+d-1)(tf+tb+tr).
+that eight of them fit on one or two cores; loops of the idle class keep these from halting meanwhile. Rows with latency
+have links on which a message takes as long as a forward. With `/2` behind the name of a schedule each device has two
+stages, whose computations take half as long each. With `again` all stages but the last compute their forwards again,
+which takes another 20 ms, while they wait for gradients: (m+d-1)(tf+tb+tr) - (d+1) tr. In the control, `in B`, backwards of all stages take so much longer: (m+d-1)(tf+tb+tr).
 
 The schedules of a row take turns, a few batches each, round after round. A batch's time is from the end of the one
 before to its own on the last stage; the row's is the median. `formula` is that of docs/schedules.md, played by the
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from machine import load, processor, write_json
-from processes import allowed_cores
+from processes import allowed_cores, awake
 
 import penstock as ps
 from penstock.ir.grid import time_per_batch
@@ -235,7 +235,8 @@ def main() -> int:
     if not rows:
         parser.error(f"no such row, there are {' '.join(row.name for row in ROWS)}")
     begin, before = time.perf_counter(), load()
-    lines = [line for row in rows for line in measure(row, arguments.forward, arguments.rounds, arguments.batches)]
+    with awake(allowed_cores()):
+        lines = [line for row in rows for line in measure(row, arguments.forward, arguments.rounds, arguments.batches)]
     print(table(lines))
     print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     facts = {"forward": arguments.forward, "processor": processor(allowed_cores()), "load": [before, load()]}

@@ -10,7 +10,8 @@ What is counted, of all stages of a rank together:
     data         batches of the stage's inputs that wait in host memory, and blocks of collectives (exchanges.py); for a
                  stage on a GPU, the buffers on the device that copies and messages go through (passages.py); what
                  saved sets go through on their way to another space (saved_sets.py)
-    workspace    temporaries inside one graph (workspace.py), and blocks that are free at the moment
+    workspace    temporaries inside one graph (workspace.py), blocks that are free at the moment, and scratch memory of
+                 kernels of convolutions (scratch.py)
 After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, and after W what B
 has yet to send. Then it holds nothing. The runtime does the same.
 
@@ -19,10 +20,11 @@ that size. So what it holds is, for each size, the most blocks of that size at o
 received values and of inputs is used again in the same way. Receives are posted ahead, and have their memory from then
 on; on a GPU it is pinned memory of the host, which is not counted, until they have come. What is sent stays until the
 next send of its channel, small messages until there are a few of them. Values that share a message (ir/messages.py) are
-one block. Known limits: scratch memory inside kernels and rounding to pages need more. So do copies of variables that a
-graph changes before it last needs what it read, such as the 8 bytes of `step` in updates of --zero. The interpreter and
-its libraries are not counted: a worker measures them before it loads its variables. `planned_account` is exact, block
-by block and action by action, but for such copies and for receives of batches that a program has yet to give.
+one block. Known limits: scratch memory inside other kernels and rounding to pages need more. So do copies of variables
+that a graph changes before it last needs what it read, such as the 8 bytes of `step` in updates of --zero. The
+interpreter and its libraries are not counted: a worker measures them before it loads its variables. `planned_account`
+is exact, block by block and action by action, but for scratch memory, such copies, and receives of batches that a
+program has yet to give.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.ir.action_kinds import UPDATE
+from penstock.ir.action_kinds import BACKWARD, UPDATE
 from penstock.ir.batch_shares import share_of
 from penstock.ir.graph import COPY, GRAD, PARAM, STATE, Module, Value, Var, stage_vars, stepped_vars
 from penstock.ir.memo import Derived
@@ -41,6 +43,7 @@ from .exchanges import exchange_bytes
 from .items import is_brought, is_let_go, resident_bytes, stage_images
 from .passages import passage_bytes
 from .saved_sets import saved_set
+from .scratch import scratch_bytes
 from .touches import Accesses
 from .walk import Walk, actions_of
 
@@ -121,7 +124,7 @@ def rank_memory(module: Module, rank: int) -> Memory:
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
     data += exchange_bytes(module, rank, stages)
     data += sum(saved.gathered for stage in stages if (saved := saved_set(module, stage)) is not None)
-    walk = _walk(module, rank)
+    walk, scratch = _walk(module, rank), rank_scratch(module, rank)
     for _ in walk.follow(actions_of(schedule, rank, BATCHES)):
         pass
     return Memory(
@@ -130,10 +133,21 @@ def rank_memory(module: Module, rank: int) -> Memory:
         activations=walk.activations,
         boundary=walk.boundary,
         data=data,
-        workspace=walk.workspace,
-        peak=sum(fixed.values()) + data + walk.peak,
+        workspace=walk.workspace + scratch,
+        peak=sum(fixed.values()) + data + walk.peak + scratch,
         in_flight=walk.in_flight,
     )
+
+
+def rank_scratch(module: Module, rank: int) -> int:
+    """Return the scratch memory that kernels of a rank keep; on a GPU it is not counted."""
+    assert module.schedule is not None, "memory needs a schedule"
+    if module.cluster is None or _on_gpu(module, rank):
+        return 0
+    stages, device = module.schedule.stages_of(rank), module.cluster.device(module.rank_devices()[rank])
+    graphs = [graph for stage in stages for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None]
+    trained = any(module.stage_graph(stage.index, BACKWARD) for stage in module.stages)
+    return scratch_bytes(graphs, device.threads, trained)
 
 
 def _fed_values(module: Module, stage: int) -> tuple[Value, ...]:
@@ -170,7 +184,7 @@ def memory_course(module: Module, rank: int, batches: int) -> Course:
         blocks = sum(pool.bytes for pool in walk.pools)
         held.append((saved, passing, blocks - saved - passing))
     row = measure_memory(module)[rank]
-    away = row.fixed + row.data - _most_resident(module, rank)
+    away = row.fixed + row.data + rank_scratch(module, rank) - _most_resident(module, rank)
     always = tuple(away + n for n in resident_bytes(module, actions))
     return Course(tuple(actions), tuple(held), tuple(walk.finish()), always)
 

@@ -177,6 +177,32 @@ def cost_of(op: Op) -> OpCost:
     return OpCost(row.flops(x, y, complete_attrs(op)), moved)
 
 
+# The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs.
+_LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
+
+
+def is_by_squares(op: Op) -> bool:
+    """Return whether the back end for CPUs needs fewer multiplications than direct sums: for 3x3 taps side by side, and
+    enough of them. The back end looks more closely (backends/tvm/kernels/conv/winograd.py)."""
+    if op.kind not in ("conv", "conv_grad_input"):
+        return False
+    attrs, weight = complete_attrs(op), op.ins[1].type.dims
+    window = window_of(attrs, weight[2:])
+    return (
+        window.kernel == (3, 3)
+        and window.strides == window.dilations == (1, 1)
+        and attrs["groups"] == 1
+        and min(weight[:2]) >= _LEAST_CHANNELS
+        and squares_of(op) >= _LEAST_SQUARES
+    )
+
+
+def squares_of(op: Op) -> int:
+    """Return the number of squares of 2x2 outputs that a convolution over two dimensions has in a batch."""
+    out = op.outs[0].type.dims
+    return out[0] * -(-out[2] // 2) * -(-out[3] // 2)
+
+
 def make(
     kind: str,
     ins: Sequence,  # type: ignore[type-arg]
@@ -210,9 +236,11 @@ __all__ = [
     "infer_op",
     "integer",
     "ints",
+    "is_by_squares",
     "layout_of",
     "make",
     "reduced_axes",
+    "squares_of",
     "table_of",
     "window_of",
 ]

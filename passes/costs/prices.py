@@ -48,7 +48,7 @@ from penstock.ir.cluster.cluster import Device, Link
 from penstock.ir.cluster.gpus import sheet_of
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.memo import Derived
-from penstock.ir.ops import OPS, complete_attrs, cost_of, window_of
+from penstock.ir.ops import OPS, cost_of, is_by_squares
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.kernels.divide import Kernel, kernels_of
 from penstock.passes.kernels.fuse import choose_kernels
@@ -97,9 +97,7 @@ TENSOR_CORES = 0.7
 # right operand, and with few rows these are a large part. Where bytes take longer, the same of the arithmetic.
 _WAITED = 0.6
 
-# The fewest channels, filters and squares of a batch for which a convolution is computed by squares of 2x2 outputs
-# (docs/backends.md). It then needs this share of the multiplications of direct sums.
-_LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
+# The share of the multiplications of direct sums that a convolution by squares of 2x2 outputs needs.
 MULTIPLIED_BY_SQUARES = 4 / 9
 
 
@@ -143,22 +141,6 @@ def family_of(op: Op) -> str:
     if is_by_squares(op):
         return SQUARES
     return _OF_KIND.get(op.kind) or _OF_FAMILY.get(OPS[op.kind].family, ELEMENTS)
-
-
-def is_by_squares(op: Op) -> bool:
-    """Return whether the back end for CPUs needs fewer multiplications than direct sums: for 3x3 taps side by side, and
-    enough of them. The back end looks more closely (backends/tvm/kernels/conv/winograd.py)."""
-    if op.kind not in ("conv", "conv_grad_input"):
-        return False
-    attrs, weight, out = complete_attrs(op), op.ins[1].type.dims, op.outs[0].type.dims
-    window = window_of(attrs, weight[2:])
-    return (
-        window.kernel == (3, 3)
-        and window.strides == window.dilations == (1, 1)
-        and attrs["groups"] == 1
-        and min(weight[:2]) >= _LEAST_CHANNELS
-        and out[0] * -(-out[2] // 2) * -(-out[3] // 2) >= _LEAST_SQUARES
-    )
 
 
 def work_of(kernel: Kernel) -> KernelWork:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from .benchmark_report import run_benchmark
 
 sys.path.append(str(BENCHMARKS))
 import schedules
+from processes import allowed_cores, awake
 from schedule_path import longest_path
 
 
@@ -68,3 +71,19 @@ def test_a_path_by_hand() -> None:
     late = [second[0], ("1F0@0", 5.0, 6.0)]
     early = [("0F0@0", -3.0, -2.0), ("0SF0>1", -2.0, -1.0)]
     assert "messages that were there" in longest_path([early, late], [0, 1], {"F": 1.0})
+
+
+def test_cores_are_kept_awake_by_loops_that_end() -> None:
+    def loops() -> list[int]:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return [int(pid) for pid in children if "SCHED_IDLE" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+    core = allowed_cores()[0]
+    with awake([core]):
+        (loop,) = loops()
+        deadline = time.monotonic() + 20
+        while os.sched_getscheduler(loop) != os.SCHED_IDLE and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert os.sched_getscheduler(loop) == os.SCHED_IDLE
+        assert os.sched_getaffinity(loop) == {core}
+    assert not loops()
