@@ -88,3 +88,21 @@ def test_the_verdict(capsys):
     assert "3.1% at worst" in capsys.readouterr().out
     for missed in (row(1.2, 1.0, 1.2), row(1.0, 1.0, 1.3), row(1.0, 1.0, 1.0, peak=120)):
         assert held_back.judge([missed]) == 1
+
+
+def test_a_cell_that_was_run_twice_has_the_steps_of_both():
+    old, new = row(1.2, 1.0, 1.0), row(1.0, 1.1, 1.0)
+    for one in (old, new):
+        # The plan with quick rates is the chosen one, which ran for both.
+        one["plans"][held_back.QUICK]["steps"] = []
+    both = held_back.pooled(old, new)
+    assert both["runs"] == 2
+    assert {name: plan["seconds"] for name, plan in both["plans"].items()} == pytest.approx(
+        {held_back.CHOSEN: 1.1, held_back.QUICK: 1.1, "rival": 1.05}
+    )
+    assert both["plans"]["rival"]["steps"] == [1.0, 1.1]
+    assert held_back.pooled(both, new)["runs"] == 3
+    assert " 2 x2 |" in held_back.markdown(*held_back.table_of([both]))
+    new["plans"]["rival"]["devices"] = [["d1"]]
+    with pytest.raises(ValueError, match="0-mlp has other plans"):
+        held_back.pooled(old, new)
