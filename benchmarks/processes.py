@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -65,28 +66,19 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextmanager
-def awake(cores: Sequence[int]) -> Iterator[None]:
-    """Keep cores from halting while the processes on them sleep, as computing would: a core of a virtual machine that
-    halted takes long to wake. Loops of the idle class do that, which give way to everything else."""
-    loops = [subprocess.Popen([sys.executable, "-c", _LOOP, str(core)]) for core in cores]
+def awake() -> Iterator[bool]:
+    """Keep the cores from halting while processes sleep, as computing would: a core of a virtual machine that halted
+    takes long to wake. The system is asked for no latency at all, which Linux lets root do. Yield whether it does."""
     try:
-        yield
+        asked = os.open("/dev/cpu_dma_latency", os.O_WRONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        os.write(asked, struct.pack("i", 0))
+        yield True
     finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
-_LOOP = """
-import os, sys
-
-os.sched_setaffinity(0, {int(sys.argv[1])})
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-parent = os.getppid()
-while os.getppid() == parent:
-    for _ in range(1 << 16):
-        pass
-"""
+        os.close(asked)
 
 
 @dataclass

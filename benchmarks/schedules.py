@@ -4,12 +4,13 @@
     python benchmarks/schedules.py --only 4x6 --json schedules.json     d x m
 
 Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over
-gloo, real stores, real programs. Only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a whole
-backward 40 ms, of which weight gradients take 20 ms where they are separate. The workers sleep most of the time, so
-that eight of them fit on one or two cores; loops of the idle class keep these from halting meanwhile. Rows with latency
+gloo, real stores, real programs. Only the computations are paced (runtime/worker/pace.py): a forward takes 20 ms, a
+whole backward 40 ms, of which weight gradients take 20 ms where they are separate. The workers sleep most of the time,
+so that eight of them fit on one or two cores, which are asked not to halt meanwhile (processes.py). Rows with latency
 have links on which a message takes as long as a forward. With `/2` behind the name of a schedule each device has two
 stages, whose computations take half as long each. With `again` all stages but the last compute their forwards again,
-which takes another 20 ms, while they wait for gradients: (m+d-1)(tf+tb+tr) - (d+1) tr. In the control, `in B`, backwards of all stages take so much longer: (m+d-1)(tf+tb+tr).
+which takes another 20 ms, while they wait for gradients: (m+d-1)(tf+tb+tr) - (d+1) tr. In the control, `in B`,
+backwards of all stages take so much longer: (m+d-1)(tf+tb+tr).
 
 The schedules of a row take turns, a few batches each, round after round. A batch's time is from the end of the one
 before to its own on the last stage; the row's is the median. `formula` is that of docs/schedules.md, played by the
@@ -235,11 +236,12 @@ def main() -> int:
     if not rows:
         parser.error(f"no such row, there are {' '.join(row.name for row in ROWS)}")
     begin, before = time.perf_counter(), load()
-    with awake(allowed_cores()):
+    with awake() as is_awake:
         lines = [line for row in rows for line in measure(row, arguments.forward, arguments.rounds, arguments.batches)]
     print(table(lines))
     print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    facts = {"forward": arguments.forward, "processor": processor(allowed_cores()), "load": [before, load()]}
+    facts: dict[str, Any] = {"forward": arguments.forward, "processor": processor(allowed_cores()), "awake": is_awake}
+    facts["load"] = [before, load()]
     write_json(arguments.json, {"facts": facts, "rows": lines})
     return 1 if any(line["live"] != line["versions"] for line in lines) else 0
 

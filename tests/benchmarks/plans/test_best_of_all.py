@@ -48,7 +48,7 @@ def test_devices_are_slower_but_their_messages_are_not() -> None:
 
 
 def test_all_plans_are_listed(tmp_path: Path) -> None:
-    """Counted by hand for three devices; the plan that was chosen without packs and shares of more is one of them."""
+    """Counted by hand for three devices of which no two are alike, and for two that are."""
     model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [64] * 9, batch=8))
     cluster = Cluster(tuple(Device(name, flops=speed) for name, speed in (("a", 3e8), ("b", 2e8), ("c", 1e8))))
     listed, count = best_of_all.contenders(model, 8, cluster, random.Random(0))
@@ -56,11 +56,13 @@ def test_all_plans_are_listed(tmp_path: Path) -> None:
     assert search is not None
     plans = list(best_of_all.every_plan(search))
     assert len(set(plans)) == len(plans) == count
-    cuts, dealt = 7, MICROBATCHES - 1
+    cuts, dealt = len(best_of_all.places_of(search)), MICROBATCHES - 1
+    assert cuts == best_of_all.PLACES
     alone, pairs = 3, 3 * dealt
     two = 6 * cuts + 2 * 3 * dealt * cuts
     three = 6 * comb(cuts, 2)
-    assert len(plans) == len(best_of_all.SCHEDULES) * (alone + pairs + two + three)
+    packed = 6 * comb(cuts, 3) + 6 * comb(cuts, 5)
+    assert len(plans) == len(best_of_all.SCHEDULES) * (alone + pairs + two + three) + 2 * packed
     assert {(stage.first, plan.stages[-1].last) for plan in plans for stage in plan.stages[:1]} == {
         (0, len(search.profile.chain.layers))
     }
@@ -70,6 +72,15 @@ def test_all_plans_are_listed(tmp_path: Path) -> None:
     assert steps[0] <= 1.01 * min(steps)
     assert listed[best_of_all.CHOSEN].predicted.step <= 1.02 * steps[0]
     assert all(listed[name].predicted.step >= 0.99 * steps[0] for name in listed if name.startswith("drawn"))
+
+
+def test_devices_that_can_be_exchanged_are_listed_one_way(tmp_path: Path) -> None:
+    model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [64] * 9, batch=8))
+    plan = ps.plan_best(lambda size: model, Cluster.local(2), best_of_all._training(), batch=32, shard="none")
+    listed = list(best_of_all.every_plan(plan.search))
+    assert {devices for one in listed for devices in [tuple(stage.devices for stage in one.stages)]} == {
+        ((0,),), ((0, 1),), ((0,), (1,)), ((0,), (1,), (0,), (1,)), ((0,), (1,), (1,), (0,)),
+    }  # fmt: skip
 
 
 def timed(plan: ps.Plan, monkeypatch: pytest.MonkeyPatch, exchange: Any) -> tuple[timed_stages.TimedStage, list[float]]:
@@ -137,6 +148,6 @@ def row(chosen: float, best: float, predicted: float) -> dict[str, Any]:
 
 def test_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert best_of_all.judge([row(1.0, 0.95, 1.05)]) == 0
-    assert "at most 1.053 of the best" in capsys.readouterr().out
+    assert "at most 1.053 of the best rival" in capsys.readouterr().out
     for missed in (row(1.2, 1.0, 1.2), row(1.0, 1.0, 1.3)):
         assert best_of_all.judge([missed]) == 1
