@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from machine import load, markdown, processor, write_json
-from processes import allowed_cores
+from processes import allowed_cores, awake
 from schedules import ROWS, Row, built, compile_row, packs_of
 
 from penstock.backends.bundle.format import open_bundle
@@ -146,7 +146,7 @@ def main() -> int:
     paths, before = [], load()
     for row in (row for row in ROWS if row.name in arguments.only):
         for schedule in arguments.schedules:
-            with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+            with tempfile.TemporaryDirectory(prefix="penstock-") as folder, awake():
                 paths.append(measure(row, schedule, arguments.forward, arguments.batches, Path(folder)))
                 print(markdown(*table_of(paths[-1:])))
     facts = {"forward": arguments.forward, "processor": processor(allowed_cores()), "load": [before, load()]}

@@ -34,6 +34,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "sums-behind": committed_table("sums_behind"),
         "beyond-memory-parts": committed_table("beyond_memory_parts"),
         "packs-timed": committed_table("schedules", run="packs_timed"),
+        "packs-timed-short": committed_table("schedules", run="packs_timed_short"),
         "fates-timed": committed_table("schedules", run="fates_timed"),
         "schedule-path": committed_table("schedule_path"),
         "updates-timed": committed_table("update_on"),
