@@ -193,9 +193,6 @@ class HomedItem:
         if self._memory is not None:
             raise VerifyError("is on the device already", where=self._where)
         self._memory = memory_for(self.image.nbytes)
-        # Memory is new each time, and large pages come faster. A system that has none refuses the advice.
-        with suppress(OSError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensors = self._cut(self._memory)
         if filled and self._home is not None:
             self._coming = self._lanes.begin(text, COPY_IN, self._home.read, self._memory)

@@ -9,9 +9,7 @@ thread that writes gathers them in pieces, so that direct writes have whole bloc
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -84,8 +82,6 @@ class SavedSets:
         if away.leaving is not None or away.coming is not None:
             raise VerifyError(f"what microbatch {mb} saved is on the device", where=text)
         memory = memory_for(self.saved.nbytes)
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
         away.coming = self._lanes.begin(text, COPY_IN, away.home.read, memory)
         return cut(memory, self.saved.nbytes, {n: v.type for n, v in self.saved.values.items()}, self.saved.places)
 

@@ -8,6 +8,7 @@ import fcntl
 import gc
 import mmap
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from penstock.ir.cluster.cluster import Cluster, Space
 from penstock.ir.graph import STATE, Module, Slot, Var
 from penstock.ir.memory.items import ALIGNMENT, Image, images_of
 from penstock.ir.types import TensorType
-from penstock.runtime.state.home_files import FileHome, home_warnings, in_memory, memory_for
+from penstock.runtime.state.home_files import LARGE_PAGE, FileHome, home_warnings, in_memory, memory_for
 from penstock.runtime.state.homes import HomedItem, Lanes, open_home
 from penstock.runtime.state.store import Store
 from penstock.support.errors import PenstockError, VerifyError
@@ -288,6 +289,31 @@ def test_what_is_written_stands_in_no_cache(tmp_path) -> None:
     mapped = home.mapped()
     assert mapped[0] == 7
     assert cached_pages(mapped) > 0
+
+
+def advised(memory: mmap.mmap) -> list[tuple[int, int]]:
+    """The parts of memory for which the system was asked for large pages, as it says itself."""
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    parts, start, end = list[tuple[int, int]](), 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, end = (int(edge, 16) for edge in span.groups())
+        elif line.startswith("VmFlags:") and "hg" in line.split() and begin <= start < begin + len(memory):
+            parts.append((start, end))
+    return parts
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages")
+@pytest.mark.parametrize("nbytes", [1 << 20, 5 << 20, (9 << 20) + 12345])
+def test_large_pages_are_wholly_inside_of_memory(nbytes: int) -> None:
+    """Others would hold memory of neighbours that went. The control: advice for all of it, as memory comes, has edges elsewhere."""
+    blocks = [memory_for(nbytes) for _ in range(4)]
+    edges = [edge % LARGE_PAGE for block in blocks for part in advised(block) for edge in part]
+    assert not any(edges)
+    assert bool(edges) == (nbytes >= 2 * LARGE_PAGE)
+    plain = mmap.mmap(-1, 2 * LARGE_PAGE + 4096 * 3)
+    plain.madvise(mmap.MADV_HUGEPAGE)
+    assert any(edge % LARGE_PAGE for part in advised(plain) for edge in part)
 
 
 def refused(file: int) -> None:
