@@ -73,11 +73,11 @@ def _seconds(space: Space) -> float:
     # A file that was never written is read without the disk.
     for home, view in zip(homes, views, strict=True):
         home.write(view)
-    taken = []
+    seconds = list[float]()
     with ThreadPoolExecutor(2) as threads:
         for _ in range(_ROUNDS):
             begun = time.perf_counter()
             for moved in [threads.submit(homes[0].read, views[0]), threads.submit(homes[1].write, views[1])]:
                 moved.result()
-            taken.append(time.perf_counter() - begun)
-    return min(taken)
+            seconds.append(time.perf_counter() - begun)
+    return min(seconds)

@@ -27,6 +27,7 @@ from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.ir.schedule_names import PACKED, SYNCHRONOUS, TRAINING
+from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.planner.argue import Result, plan_chain
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.packed import Packed, pack
@@ -235,10 +236,12 @@ class _Searching:
         fastest = min(steps, key=steps.__getitem__)
         chosen = refined[fastest].outcome if fastest in refined else spared[fastest][0]
         outline = Search(profile, result, chosen, {}, little=spared[fastest][1], refined=refined, packs=packs)
-        if (plan := self._packed(outline, steps[fastest] * (1 - WORTH) if alone else math.inf)) is not None:
-            return plan
-        if alone and (plan := self._first(outline, tries(result, spared, refined, self.too_large))) is not None:
-            return plan
+        packed = self._packed(outline, steps[fastest] * (1 - WORTH) if alone else math.inf)
+        plain = self._first(outline, tries(result, spared, refined, self.too_large)) if alone else None
+        if packed is not None and (plain is None or packed.predicted.step < plain.predicted.step * (1 - WORTH)):
+            return packed if plain is None else self.shown(packed)
+        if plain is not None:
+            return plain if packed is None else _rather(plain, packed)
         if not self.refused:
             raise DoesNotFit(
                 f"there is no plan of {' or '.join(options.schedules)}",
@@ -440,6 +443,16 @@ def _load_models(load: Load, options: SearchOptions) -> dict[int, Model]:
             sizes_of(options.batch, samples)
         models[samples] = model
     return models
+
+
+def _rather(plan: Plan, packed: Plan) -> Plan:
+    """Return the plan with one stage on each device, and say of the one with packs that it is not faster after all."""
+    assert plan.search is not None
+    assert packed.module.schedule is not None
+    packs, alone = (shown_seconds(each.predicted.step) for each in (packed, plan))
+    reason = f"with all passes it takes {packs} per batch, and one stage on each device {alone}"
+    refused = {**plan.search.refused, packed.module.schedule.name: reason}
+    return replace(plan, search=replace(plan.search, refused=refused))
 
 
 def _judged_step(outcome: Outcome, refined: Refined | None) -> float:
