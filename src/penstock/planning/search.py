@@ -239,7 +239,7 @@ class _Searching:
         packed = self._packed(outline, steps[fastest] * (1 - WORTH) if alone else math.inf)
         plain = self._first(outline, tries(result, spared, refined, self.too_large)) if alone else None
         if packed is not None and (plain is None or packed.predicted.step < plain.predicted.step * (1 - WORTH)):
-            return packed if plain is None else self.shown(packed)
+            return self.shown(packed) if alone else packed
         if plain is not None:
             return plain if packed is None else _rather(plain, packed)
         if not self.refused:
