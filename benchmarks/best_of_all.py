@@ -26,11 +26,9 @@ predictions are within 10 % in the median. The exit code is 1 where one is misse
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -44,6 +42,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from cell_options import begin_cells, cell_parser
 from held_back import same_program
 from held_back_clusters import parsed
 from machine import load as load_of_machine
@@ -406,19 +405,9 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures; cells that are in it stay")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="such as 3-mlp")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), metavar="N", help="begin no cell after this time (default: all)"
-    )
+    parser = cell_parser(__doc__)
     arguments = parser.parse_args()
-    if unknown := set(arguments.only) - {cell_name(*cell) for cell in cells()}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    if reason := available():
-        parser.error(f"no network namespaces: {reason}")
-    # Being terminated leaves no namespaces behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    begin_cells(parser, arguments.only, [cell_name(*cell) for cell in cells()], available())
     report: dict[str, Any] = load(arguments.json)
     begin = time.monotonic()
     if "doctor" not in report["known"]:

@@ -31,9 +31,7 @@ is 1 where one is missed.
 
 from __future__ import annotations
 
-import argparse
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -44,6 +42,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from cell_options import begin_cells, cell_parser
 from held_back_clusters import CLUSTERS, Drawn, measured_file, missing, quotas_in_use, while_waiting
 from held_back_runs import Contest, run_on_hosts, take_turns
 from machine import load as load_of_machine
@@ -342,29 +341,19 @@ def rates_of(report: dict[str, Any], path: Path | None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures; cells that are in it stay")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="such as 3-mlp")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), metavar="N", help="begin no cell after this time (default: all)"
-    )
+    parser = cell_parser(__doc__)
     parser.add_argument(
         "--again", action="store_true", help="run cells of FILE once more whose chosen plan is over the goal at worst"
     )
     parser.add_argument("--list", action="store_true", help="print the cells and their clusters")
     arguments = parser.parse_args()
     wanted = cells()
-    if unknown := set(arguments.only) - {cell_name(*cell) for cell in wanted}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if arguments.list:
         print("\n".join(f"{cell_name(*cell)}: {cell[0]}" for cell in wanted))
         return 0
-    # Being terminated leaves no groups and namespaces behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    begin_cells(parser, arguments.only, [cell_name(*cell) for cell in wanted], missing())
     report: dict[str, Any] = load(arguments.json)
     begin = time.monotonic()
-    if reason := missing():
-        parser.error(f"this host cannot make the clusters: {reason}")
     rates_of(report, arguments.json)
     report["facts"] = {
         "system": system(),

@@ -44,8 +44,8 @@ def memory_for(nbytes: int) -> mmap.mmap:
     """Take memory for an image: new and private, at the beginning of a page.
 
     It is new each time, and large pages come faster. They are asked for only where they are wholly inside: others would
-    reach into neighbours, and stay when this memory goes. A limit of memory is then reached too soon, and the kernel
-    takes a tenth of a second to make room."""
+    reach into neighbours, and stay when this memory goes. A limit of memory is then reached too soon, and the process
+    waits until the kernel has made room."""
     memory = mmap.mmap(-1, max(_BLOCK, room_of(nbytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE
     inside = (len(memory) - begin) // LARGE_PAGE * LARGE_PAGE
