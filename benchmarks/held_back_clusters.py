@@ -76,6 +76,7 @@ def _within(quota: float, measured: Device, whole: Device, name: str, host: str)
         name=name,
         host=host,
         spaces=(),
+        quota=quota,
         message_overhead=whole.message_overhead / quota,
         socket_bandwidth=whole.socket_bandwidth * quota,
         shared_overhead=whole.shared_overhead / quota,

@@ -68,7 +68,8 @@ class Device:
     and on a CPU its bytes take processor time at `socket_bandwidth`. In memory of one host an end takes
     `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`. `gpu` is the number or the UUID of a GPU on
     its host; several devices may be one GPU. The `source` of rates is `measured` where `penstock doctor` or a plan
-    measured them."""
+    measured them. A `quota` may leave a part of the time of its threads: rates are those within it, and the device
+    takes no more of the cores of its host."""
 
     name: str
     kind: str = "cpu"
@@ -89,6 +90,7 @@ class Device:
     copy_bandwidth: float = COPY_BANDWIDTH
     gpu: str = ""
     source: str = ""
+    quota: float = 1.0
 
     def fields(self) -> dict[str, Scalar]:
         """Return the fields of a device as its file and a module's text list them; rare fields only where they are not
@@ -107,6 +109,8 @@ class Device:
         _refuse_unknown(plain, Device)
         if (threads := plain.get("threads", 1)) not in range(1, MOST_THREADS + 1):
             raise ValueError(f"threads must be 1 to {MOST_THREADS}, got {threads}")
+        if not isinstance(quota := plain.get("quota", 1.0), int | float) or not 0 < quota <= 1:
+            raise ValueError(f"a quota must be above 0 and at most 1, got {quota}")
         return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
 
     @property
@@ -146,6 +150,7 @@ SELDOM = (
     "copy_bandwidth",
     "gpu",
     "source",
+    "quota",
 )
 _USUAL = {f.name: f.default for f in fields(Device)}
 

@@ -25,14 +25,15 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     host = "node1"          # or of each      path = "/scratch"       # its folder; by default that of temporary files
     kind = "file"                             bandwidth = "1 GB/s"    # in each direction
 
-Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are
-from 1 to 1e24, seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a
-table of several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and
-what `penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`, `shared_overhead` (seconds),
-`socket_bandwidth`, `copy_bandwidth`, the table `efficiency`, and `source = "measured"`. A device of kind cuda (or
-gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those of
-the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables
-names the host of every device among them, if there are several.
+Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from
+1 to 1e24, seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a table
+of several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what
+`penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`, `shared_overhead` (seconds),
+`socket_bandwidth`, `copy_bandwidth`, the table `efficiency`, the part of the time of its threads that a `quota` leaves
+(1: all of it), and `source = "measured"`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as
+NVIDIA names the architecture; its rates are by default those of the usual card of that architecture. Without `flops` a
+CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names the host of every device among them, if there are
+several.
 
 What is written says everything, so that reading it back gives the same cluster.
 """
@@ -97,6 +98,7 @@ _DEVICE = {
     "efficiency": "table",
     "gpu": "gpu",
     "source": "word",
+    "quota": "share",
 }
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
@@ -231,6 +233,8 @@ class _ClusterReader:
         for device in devices:
             if device.kind == "cpu" and device.gpu:
                 self.problems.append(f"device {device.name!r}: gpu is for cuda devices")
+            if device.quota > 1:
+                self.problems.append(f"device {device.name!r}: a quota is 1 at most, got {device.quota:g}")
         homes: dict[tuple[str, str], list[Device]] = {}
         for device in devices:
             if device.kind == "cuda":

@@ -135,9 +135,8 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
     device = cluster.device(name)
     if device.kind != "cpu":
         return None
-    return with_messages(
-        Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads), device
-    )
+    cores = usable_cores() if device.host == LOCAL else math.inf
+    return with_messages(Seat(device.host, cores, device.threads, device.quota), device)
 
 
 def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) -> Seconds:

@@ -250,6 +250,7 @@ def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.
         report = examine([1])
         assert report is not None
         (device,) = report.cluster.devices
+        assert device.quota == min(1.0, quota or 1.0)
         assert (device.message_overhead, device.socket_bandwidth) == pytest.approx(
             (4e-5 * times, 3e9 / times), rel=1e-2
         )

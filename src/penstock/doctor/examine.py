@@ -252,7 +252,8 @@ def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[st
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
             return list(planned.devices)
-    return [with_rates(device, measured) for device, measured in zip(planned.devices, rates, strict=True)]
+    within = [replace(device, quota=part) for device in planned.devices]
+    return [with_rates(device, measured) for device, measured in zip(within, rates, strict=True)]
 
 
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:

@@ -72,7 +72,9 @@ def measured_cluster(cluster: Cluster, say: Say = lambda text: None) -> Cluster:
             say(f"this machine could not be measured, so rates are assumed: {error}")
             return cluster
         _keep(store, key, rates, threads, say)
-    return _with_measured(cluster, rates)
+    part = granted(quota, threads * count)
+    within = [replace(device, quota=part) if device.kind == "cpu" else device for device in cluster.devices]
+    return _with_measured(replace(cluster, devices=tuple(within)), rates)
 
 
 def is_wanted() -> bool:

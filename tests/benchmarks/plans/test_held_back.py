@@ -35,6 +35,7 @@ def test_clusters_have_the_rates_of_their_quotas():
         cluster = drawn.cluster(rates)
         assert [device.flops for device in cluster.devices] == pytest.approx([1e9 * quota for quota in drawn.quotas])
         assert [d.message_overhead for d in cluster.devices] == pytest.approx([1e-4 / quota for quota in drawn.quotas])
+        assert tuple(device.quota for device in cluster.devices) == drawn.quotas
         assert len({device.host for device in cluster.devices}) == (len(drawn.quotas) if drawn.rate else 1)
 
 
