@@ -45,7 +45,8 @@ from penstock.backends.bundle.format import open_bundle
 from penstock.calibration.rehearse import rehearse
 from penstock.doctor.local import measured_cluster
 from penstock.doctor.ways import with_measured_way
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.memory.predict import measure_memory
 from penstock.models import write_gpt
 from penstock.passes.costs.prices import rank_seconds

@@ -36,7 +36,7 @@ from machine import load, markdown, processor, system, versions, write_json
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
-from penstock.ir.cluster.cluster import Space
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.memory.items import stage_images
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.models import write_mlp

@@ -312,7 +312,7 @@ def prices_of_fates() -> str:
     from dataclasses import replace
 
     import penstock as ps
-    from penstock.ir.cluster.cluster import Space
+    from penstock.ir.cluster.spaces import Space
     from penstock.models import write_mlp
 
     with tempfile.TemporaryDirectory() as folder:

@@ -3,8 +3,8 @@
 One operation per line, so that every error has a line number and `diff` works.
 
     module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
-    line      = links | host | space | device | link | mesh | stage | rank | input | output | batch | bound | var | \
-edge | graph | schedule | note                             links to link: see ir/cluster/lines.py
+    line      = links | host | space | device | link | way | mesh | stage | rank | input | output | batch | bound \
+| var | edge | graph | schedule | note                             links to way: see ir/cluster/lines.py
     mesh      = "mesh @" name " (" axis "=" size {", " axis "=" size} ") " device {" " device}
     stage     = "stage " index " on " place [" saves to " space]
     rank      = "rank " number " on " device " runs" {" " index}   of every rank, where ranks run several stages

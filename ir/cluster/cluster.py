@@ -3,7 +3,8 @@
     Device     where a stage runs, and what it can do; `flops` is the rate of a large float32 product, `efficiency` what
                families of work reach of it
     Link       a two-way connection between two devices
-    Space      a memory space beside those of devices, where items are that a device lets go of: files
+    Space      a memory space beside those of devices, where items are that a device lets go of (spaces.py); to it goes
+               a SpaceWay
     Host       where devices are, and the network card through which its links go
     LinkClass  what a pair of devices without a link of its own gets, by kind: same-host, other-host, host-to-device
     Path       what a transfer from one device to another goes through: rate, latency, and what it shares with other
@@ -28,13 +29,10 @@ from penstock.support.errors import UsageError
 from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 
 from .gpus import CONTEXT, LIBRARY_OVERHEAD, WORKSPACES, usual_settings
-from .quantities import MOST_THREADS
+from .quantities import MOST_THREADS, refuse_unknown
+from .spaces import RAM, SPACE_KINDS, Space, SpaceWay
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
-# The kinds of spaces beside the memory of devices, and bytes per second and seconds of a way where the file has none.
-FILE = "file"
-SPACE_KINDS = (FILE,)
-SPACE_WAY = (1e9, 1e-4)
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 # Operations per second of one thread of a processor, and bytes per second of its memory, where the file has none.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
@@ -106,7 +104,7 @@ class Device:
             (k.removeprefix(EFFICIENCY_PREFIX), v) for k, v in given.items() if k.startswith(EFFICIENCY_PREFIX)
         )
         plain = {k: v for k, v in given.items() if not k.startswith(EFFICIENCY_PREFIX)}
-        _refuse_unknown(plain, Device)
+        refuse_unknown(plain, Device)
         if (threads := plain.get("threads", 1)) not in range(1, MOST_THREADS + 1):
             raise ValueError(f"threads must be 1 to {MOST_THREADS}, got {threads}")
         if not isinstance(quota := plain.get("quota", 1.0), int | float) or not 0 < quota <= 1:
@@ -170,7 +168,7 @@ class Link:
 
     @staticmethod
     def from_fields(a: str, b: str, given: Mapping[str, Scalar]) -> Link:
-        _refuse_unknown(given, Link)
+        refuse_unknown(given, Link)
         return Link(a, b, **given)  # type: ignore[arg-type]
 
 
@@ -195,7 +193,7 @@ class Host:
 
     @staticmethod
     def from_fields(name: str, given: Mapping[str, Scalar]) -> Host:
-        _refuse_unknown(given, Host)
+        refuse_unknown(given, Host)
         return Host(name, **given)  # type: ignore[arg-type]
 
 
@@ -204,34 +202,6 @@ def class_between(a: Device, b: Device) -> str:
     if a.host != b.host:
         return OTHER_HOST
     return HOST_TO_DEVICE if "cuda" in (a.kind, b.kind) else SAME_HOST
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """A memory space beside the memory of devices. Without a `host` each host has one of this name. It holds `bytes`,
-    any number if 0, in files of folder `path`, by default that for temporary files. Devices of the host share its
-    `bandwidth` in each direction."""
-
-    name: str
-    host: str = ""
-    kind: str = FILE
-    bytes: int = 0
-    path: str = ""
-    bandwidth: float = SPACE_WAY[0]
-    latency: float = SPACE_WAY[1]
-
-    def fields(self) -> dict[str, Scalar]:
-        always = ("kind", "bandwidth", "latency")
-        named = {f.name: getattr(self, f.name) for f in fields(Space) if f.name != "name"}
-        return {key: value for key, value in named.items() if key in always or value}
-
-    @staticmethod
-    def from_fields(name: str, given: Mapping[str, Scalar]) -> Space:
-        _refuse_unknown(given, Space)
-        space = Space(name, **given)  # type: ignore[arg-type]
-        if space.kind not in SPACE_KINDS:
-            raise ValueError(f"no kind of space {space.kind!r}, expected one of {', '.join(SPACE_KINDS)}")
-        return space
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +218,7 @@ class LinkClass:
 
     @staticmethod
     def from_fields(kind: str, given: Mapping[str, Scalar]) -> LinkClass:
-        _refuse_unknown(given, LinkClass)
+        refuse_unknown(given, LinkClass)
         if kind not in CLASSES:
             raise ValueError(f"no class of links {kind!r}, expected one of {', '.join(CLASSES)}")
         return LinkClass(kind, **given)  # type: ignore[arg-type]
@@ -265,23 +235,18 @@ class Path(NamedTuple):
     summing: float = math.inf
 
 
-def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
-    known = {f.name: f.type for f in fields(kind)}
-    for key in given:
-        if key not in known:
-            raise ValueError(f"unknown key {key!r}, expected one of {', '.join(known)}")
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, the links between them, and their hosts. `classes` are the link classes that differ from the usual ones.
-    A host that no entry describes has no network card worth knowing."""
+    """Devices, the links between them, their hosts, and memory spaces. `classes` are the link classes that differ from
+    the usual ones, and `ways` those of devices to spaces. A host that no entry describes has no network card worth
+    knowing."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
     hosts: tuple[Host, ...] = ()
     classes: tuple[LinkClass, ...] = ()
     spaces: tuple[Space, ...] = ()
+    ways: tuple[SpaceWay, ...] = ()
 
     @cached_property
     def _devices(self) -> dict[str, Device]:
@@ -317,16 +282,33 @@ class Cluster:
         return device
 
     def spaces_of(self, device: str) -> tuple[Space, ...]:
-        """Return the spaces beside its memory that a device reaches: those of its host."""
-        return tuple(space for space in self.spaces if space.host in ("", self.device(device).host))
+        """Return the spaces beside its memory that a device reaches: those of its host, of the kind for it."""
+        end = self.device(device)
+        return tuple(s for s in self.spaces if s.host in ("", end.host) and SPACE_KINDS[s.kind] == end.kind)
 
     def space(self, name: str, device: str) -> Space:
         """Return the space of that name that a device reaches; UsageError where there is none."""
         spaces = {space.name: space for space in reversed(self.spaces_of(device))}
         if name not in spaces:
+            kind = next(kind for kind, user in SPACE_KINDS.items() if user == self.device(device).kind)
             known = f"it reaches {', '.join(sorted(spaces))}" if spaces else "add a [[space]] to the cluster file"
-            raise UsageError(f"device {device} reaches no memory space {name!r}", hint=known)
+            raise UsageError(
+                f"device {device} reaches no memory space {name!r} of kind {kind!r}, which its kind of device uses",
+                hint=known,
+            )
         return spaces[name]
+
+    def way(self, device: str, space: Space) -> Path:
+        """Return what copies between a device and a space go through, in each direction: a way of its own, the links of
+        a GPU with its host, and what all devices of the host share. Names of shares are those of this end."""
+        host = self.device(device).host
+        usual = SpaceWay(device, space.name, *self.link_class(HOST_TO_DEVICE)) if space.kind == RAM else None
+        ways = (way for way in self.ways if (way.device, way.space) == (device, space.name))
+        alone = next(ways, usual)
+        shares = [] if alone is None else [(alone.nic or device, alone.bandwidth)]
+        shares += [(host, space.bandwidth)] if space.bandwidth else []
+        latency = space.latency if alone is None else alone.latency
+        return Path(min(rate for _, rate in shares), latency, tuple(shares))
 
     def shares_memory(self, a: str, b: str) -> bool:
         """Return whether ranks on two devices hand messages over in memory, rather than through sockets."""

@@ -23,7 +23,12 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     [[space]]                                 # memory beside that of devices
     name = "disk"                             bytes = "100 GiB"       # 0, the default: any number
     host = "node1"          # or of each      path = "/scratch"       # its folder; by default that of temporary files
-    kind = "file"                             bandwidth = "1 GB/s"    # in each direction
+    kind = "file"           # or ram          bandwidth = "1 GB/s"    # in each direction, of all devices of the host
+
+    [[way]]                                   # between a device and a space, where it has another rate
+    device = "cuda:0"                         bandwidth = "25 GB/s"   # in each direction
+    space = "dram"                            latency = "20 us"
+    nic = ""                                  # ways with the same NIC share its bandwidth
 
 Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from
 1 to 1e24, seconds up to a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a table
@@ -43,9 +48,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -58,18 +61,18 @@ from .cluster import (
     CLASSES,
     EFFICIENCY_PREFIX,
     KINDS,
-    SPACE_KINDS,
     THREAD_FLOPS,
     Cluster,
     Device,
     Host,
     Link,
     LinkClass,
-    Space,
     is_architecture,
 )
 from .gpus import usual_settings
 from .quantities import check_range, parse_quantity
+from .spaces import FILE, SPACE_KINDS, SPACE_WAYS, Space, SpaceWay
+from .tables import is_yaml, read_tables
 
 _NAME = re.compile(r"[\w./:\-]+")
 _PATH = re.compile(r"[\w./:\-+@=,~]*")
@@ -108,8 +111,15 @@ _SPACE = {
     "kind": "word",
     "bytes": "bytes?",
     "path": "path?",
+    "bandwidth": "bytes per second?",
+    "latency": "seconds?",
+}
+_WAY = {
+    "device": "name",
+    "space": "name",
     "bandwidth": "bytes per second",
     "latency": "seconds?",
+    "nic": "name?",
 }
 _HOST = {
     "name": "name",
@@ -123,43 +133,12 @@ _HOST = {
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster file; one UsageError lists everything that is wrong with it."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = _load_yaml(text) if _is_yaml(path) else tomllib.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # also long numbers
-        raise UsageError(f"cannot read the cluster: {error}", where=str(path)) from error
-    return _ClusterReader(str(path)).read(data)
+    return _ClusterReader(str(path)).read(read_tables(path))
 
 
 def cluster_text(cluster: Cluster, path: str | os.PathLike[str]) -> str:
     """Return the text of a cluster file: TOML or YAML by the name of the file."""
-    return cluster_yaml(cluster) if _is_yaml(path) else cluster_toml(cluster)
-
-
-def _is_yaml(path: str | os.PathLike[str]) -> bool:
-    return str(path).endswith((".yaml", ".yml"))
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """A YAML reader that refuses a key that stands twice, as TOML does; YAML itself would keep the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
-                )
-            seen.add(key.value)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-def _load_yaml(text: str) -> object:
-    # _Loader makes plain data only, as SafeLoader does.
-    return yaml.load(text, _Loader)
+    return cluster_yaml(cluster) if is_yaml(path) else cluster_toml(cluster)
 
 
 class _ClusterReader:
@@ -172,10 +151,11 @@ class _ClusterReader:
     def read(self, data: object) -> Cluster:
         if not isinstance(data, dict):
             raise UsageError(
-                f"the cluster must be tables [[device]], [[link]], [[host]], [[space]] and [links], got {data!r:.60}",
+                "the cluster must be tables [[device]], [[link]], [[host]], [[space]], [[way]] and [links], "
+                f"got {data!r:.60}",
                 where=self.path,
             )
-        known = ("device", "link", "host", "links", "space")
+        known = ("device", "link", "host", "links", "space", "way")
         self.problems += [f"unknown table [{key}], expected {', '.join(known)}" for key in data if key not in known]
         hosts: dict[str, Mapping[str, object]] = {}
         found_hosts = [self._host(i, table, hosts) for i, table in enumerate(self._tables(data, "host"))]
@@ -183,11 +163,15 @@ class _ClusterReader:
         links = [self._link(i, table) for i, table in enumerate(self._tables(data, "link"))]
         classes = list(self._classes(data.get("links", {})))
         spaces = [self._space(i, table) for i, table in enumerate(self._tables(data, "space"))]
+        ways = list(filter(None, (self._way(i, table) for i, table in enumerate(self._tables(data, "way")))))
         self._check_names(found_hosts, devices, links)
         self._check_spaces(spaces, found_hosts)
+        self._check_ways(ways, devices, spaces)
         if self.problems:
             raise UsageError("the cluster has problems:" + itemised(self.problems), where=self.path)
-        return Cluster(tuple(devices), tuple(links), tuple(found_hosts), tuple(classes), tuple(spaces))
+        return Cluster(
+            tuple(devices), tuple(links), tuple(found_hosts), tuple(classes), spaces=tuple(spaces), ways=tuple(ways)
+        )
 
     def _check_names(self, hosts: list[Host], devices: list[Device], links: list[Link]) -> None:
         names = {d.name for d in devices}
@@ -222,11 +206,31 @@ class _ClusterReader:
             where = f"space {space.name!r}"
             if space.kind not in SPACE_KINDS:
                 self.problems.append(f"{where}: kind must be one of {', '.join(SPACE_KINDS)}, got {space.kind!r}")
+            elif space.kind == FILE and not space.bandwidth:
+                self.problems.append(f"{where}: bandwidth must be positive")
+            elif space.kind != FILE and space.path:
+                self.problems.append(f"{where}: a path is for files, and this is memory of the host")
             if known and space.host and space.host not in known:
                 self.problems.append(f"{where}: no host {space.host!r}, there are {', '.join(sorted(known))}")
             if (space.name, space.host) in seen:
                 self.problems.append(f"{where} is listed twice")
             seen.add((space.name, space.host))
+
+    def _check_ways(self, ways: Sequence[SpaceWay], devices: Sequence[Device], spaces: Sequence[Space]) -> None:
+        """Report ways between what is not there, or has no way."""
+        hosts, seen = {device.name: device for device in devices}, set[tuple[str, str]]()
+        for i, way in enumerate(ways):
+            where, device = f"way {i}", hosts.get(way.device)
+            reached = [s for s in spaces if s.name == way.space and device and s.host in ("", device.host)]
+            if device is None:
+                self.problems.append(f"{where}: no device {way.device!r}")
+            elif not reached:
+                self.problems.append(f"{where}: no space {way.space!r} on the host of {way.device!r}")
+            elif SPACE_KINDS.get(reached[0].kind, device.kind) != device.kind:
+                self.problems.append(f"{where}: {way.device!r} has no use for a space of kind {reached[0].kind!r}")
+            if (way.device, way.space) in seen:
+                self.problems.append(f"{where}: {way.device!r} and {way.space!r} have two ways")
+            seen.add((way.device, way.space))
 
     def _check_gpus(self, devices: Sequence[Device]) -> None:
         """Report devices that are one GPU without saying so, and processors that name one."""
@@ -343,7 +347,15 @@ class _ClusterReader:
         where = f"space {table.get('name', index)!r}"
         values = self._take(where, table, _SPACE)
         self._need_name(where, values)
-        return Space(**{"name": "", **values})
+        bandwidth, latency = SPACE_WAYS.get(values.get("kind", FILE), SPACE_WAYS[FILE])
+        return Space(**{"name": "", "bandwidth": bandwidth, "latency": latency, **values})
+
+    def _way(self, index: int, table: Mapping[str, object]) -> SpaceWay | None:
+        where = f"way {index}"
+        values = self._take(where, table, _WAY)
+        missing = [key for key in ("device", "space", "bandwidth") if key not in table]
+        self.problems += [f"{where}: {key} is missing" for key in missing]
+        return SpaceWay(**values) if {"device", "space", "bandwidth"} <= values.keys() else None
 
     def _link(self, index: int, table: Mapping[str, object]) -> Link:
         where = f"link {index}"
@@ -435,6 +447,8 @@ def _plain(cluster: Cluster) -> dict[str, Any]:
     data["device"] = [_plain_device(device) for device in cluster.devices]
     if cluster.links:
         data["link"] = [{"a": link.a, "b": link.b, **link.fields()} for link in cluster.links]
+    if cluster.ways:
+        data["way"] = [{"device": way.device, "space": way.space, **way.fields()} for way in cluster.ways]
     return data
 
 

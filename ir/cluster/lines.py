@@ -3,6 +3,7 @@
 links = "links " class {" " key "=" literal}          space = "space " name {" " key "=" literal}
 host  = "host " name {" " key "=" literal}            link  = "link " name " " name {" " key "=" literal}
 device = "device " name {" " key "=" literal} {" " space ":" bytes}
+way   = "way " device " " space {" " key "=" literal}
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from penstock.ir.attrs import Scalar, parse_scalar, print_literal
 
-from .cluster import Cluster, Device, Host, Link, LinkClass, Space
+from .cluster import Cluster, Device, Host, Link, LinkClass
+from .spaces import Space, SpaceWay
 
 _FIELD = re.compile(r"([\w./:\-]+)=(.*)")
 _SPACE = re.compile(r"(\w+):(\d+)")
@@ -35,6 +37,8 @@ def cluster_lines(cluster: Cluster) -> Iterator[str]:
         yield f"device {device.name}{_print_fields(device.fields())}{spaces}"
     for link in cluster.links:
         yield f"link {link.a} {link.b}{_print_fields(link.fields())}"
+    for way in cluster.ways:
+        yield f"way {way.device} {way.space}{_print_fields(way.fields())}"
 
 
 class ClusterLines:
@@ -46,12 +50,14 @@ class ClusterLines:
         self._hosts: list[Host] = []
         self._classes: list[LinkClass] = []
         self._spaces: list[Space] = []
+        self._ways: list[SpaceWay] = []
         self.rules: dict[str, Callable[[str], None]] = {
             "links": self._class,
             "host": self._host,
             "space": self._space,
             "device": self._device,
             "link": self._link,
+            "way": self._way,
         }
 
     def cluster(self) -> Cluster | None:
@@ -59,7 +65,12 @@ class ClusterLines:
         if not self._devices:
             return None
         return Cluster(
-            tuple(self._devices), tuple(self._links), tuple(self._hosts), tuple(self._classes), tuple(self._spaces)
+            tuple(self._devices),
+            tuple(self._links),
+            tuple(self._hosts),
+            tuple(self._classes),
+            spaces=tuple(self._spaces),
+            ways=tuple(self._ways),
         )
 
     def _device(self, line: str) -> None:
@@ -81,6 +92,10 @@ class ClusterLines:
     def _space(self, line: str) -> None:
         name, *words = line.split(" ")[1:]
         self._spaces.append(Space.from_fields(name, _fields(words)))
+
+    def _way(self, line: str) -> None:
+        device, space, *words = line.split(" ")[1:]
+        self._ways.append(SpaceWay.from_fields(device, space, _fields(words)))
 
     def _class(self, line: str) -> None:
         kind, *words = line.split(" ")[1:]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from dataclasses import fields
 from fractions import Fraction
 
 # The simulator shares every one of them out.
@@ -83,3 +85,11 @@ def check_range(value: object, number: float, kind: str) -> None:
     if not least <= number <= most:
         shown = repr(value) if len(repr(value)) <= 40 else f"{number:.3g}"
         raise ValueError(f"must be from {least:g} to {most:g}, got {shown}")
+
+
+def refuse_unknown(given: Iterable[str], kind: type) -> None:
+    """Raise a ValueError for a key that a dataclass has no field for."""
+    known = [f.name for f in fields(kind)]
+    for key in given:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}, expected one of {', '.join(known)}")

@@ -123,7 +123,9 @@ def rank_memory(module: Module, rank: int) -> Memory:
     # on it.
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
     data += exchange_bytes(module, rank, stages)
-    data += sum(saved.gathered for stage in stages if (saved := saved_set(module, stage)) is not None)
+    sets = [saved for stage in stages if (saved := saved_set(module, stage)) is not None]
+    # A GPU copies each value of a set by itself.
+    data += 0 if _on_gpu(module, rank) else sum(saved.gathered for saved in sets)
     walk, scratch = _walk(module, rank), rank_scratch(module, rank)
     for _ in walk.follow(actions_of(schedule, rank, BATCHES)):
         pass

@@ -79,9 +79,6 @@ def _check_homes(module: Module) -> Iterator[Problem]:
 
 def _check_reach(cluster: Cluster | None, name: str, space: str, where: str) -> Iterator[Problem]:
     assert cluster is not None
-    device = cluster.device(name)
-    if device.kind != "cpu":
-        yield Problem(where, f"has a home in {space}, but runs on {name}, which is no CPU device")
     try:
         cluster.space(space, name)
     except UsageError as error:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, SUM, UPDATE, WEIGHTS_ITEM
 from penstock.ir.batch_shares import updating_stages
+from penstock.ir.cluster.spaces import SPACE_KINDS
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import resident_bytes, stage_images
 from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
@@ -187,22 +188,32 @@ def with_homes(module: Module, stages: Collection[int], space: str = "", *, ahea
 
 
 def _home(module: Module, stage: int, space: str) -> str:
-    """Name the space where the state of a stage is at home."""
-    assert module.cluster is not None
-    names = set()
-    for name in module.devices_of(stage):
-        if module.cluster.device(name).kind != "cpu":
-            raise UsageError(
-                f"stage {stage} runs on {name}: what CPU devices alone hold can be elsewhere",
-                where="offload",
-            )
-        reached = module.cluster.spaces_of(name)
-        if not space and not reached:
-            raise UsageError(f"{name} reaches no memory space", where="offload", hint="add a [[space]] to the cluster")
-        names.add(module.cluster.space(space or reached[0].name, name).name)
+    """Name the space where what a stage lets go of is at home."""
+    names = {_space_of(module, name, space) for name in module.devices_of(stage)}
     if len(names) > 1:
         raise UsageError(f"devices of stage {stage} reach different spaces", where="offload", hint="name one of them")
     return names.pop()
+
+
+def _space_of(module: Module, device: str, space: str) -> str:
+    """Name the space of a device: the given one, or the first that it reaches. One for another kind of device that
+    stages run on is none for this one."""
+    cluster = module.cluster
+    assert cluster is not None
+    reached, kind = [one.name for one in cluster.spaces_of(device)], cluster.device(device).kind
+    others = [name for name in module.rank_devices() if cluster.device(name).kind != kind]
+    if space in reached:
+        return space
+    if space and not any(space == one.name for name in others for one in cluster.spaces_of(name)):
+        return cluster.space(space, device).name
+    if not reached:
+        needed = next(name for name, user in SPACE_KINDS.items() if user == kind)
+        raise UsageError(
+            f"{device} reaches no memory space",
+            where="offload",
+            hint=f"add a [[space]] of kind {needed} to the cluster",
+        )
+    return reached[0]
 
 
 def _with_moves(module: Module, program: Program, stages: Collection[int], ahead: bool) -> Program:

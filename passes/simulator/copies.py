@@ -1,8 +1,8 @@
 """Copies of items between memory spaces in a simulation: CI and CO begin one, and who needs its end waits.
 
 In: for each such action of a rank a `Copy`: its way, its bytes, and the computations that touch the item. A rank moves
-one item at a time in each direction. Ranks of a host share the way to a space, by direction. A computation that touches
-an item waits for its CI, and L for its CO.
+one item at a time in each direction. What ranks of a host share on their ways to a space they share by direction. A
+computation that touches an item waits for its CI, and L for its CO.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def copies_of(module: Module) -> Callable[[int, Action], Copy]:
         if (stored := moved.get((action.stage, action.item))) is None or cluster is None:
             return Copy()
         name, nbytes, users = stored
-        space, host = cluster.space(name, devices[rank]), cluster.device(devices[rank]).host
-        way = f"{space.name}>{host}" if action.kind == COPY_IN else f"{host}>{space.name}"
-        return Copy(Route(((way, space.bandwidth),), space.latency), float(nbytes), users)
+        way, inwards = cluster.way(devices[rank], cluster.space(name, devices[rank])), action.kind == COPY_IN
+        shares = ((f"{name}>{end}" if inwards else f"{end}>{name}", rate) for end, rate in way.shares)
+        return Copy(Route(tuple(shares), way.latency), float(nbytes), users)
 
     return copied
 

@@ -17,10 +17,12 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from penstock.ir.cluster.cluster import Space
+import torch
+
+from penstock.ir.cluster.spaces import FILE, Space
 from penstock.ir.graph import Module
 from penstock.support.errors import PenstockError
 from penstock.support.words import shown_bytes
@@ -40,8 +42,8 @@ def room_of(nbytes: int) -> int:
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
-def memory_for(nbytes: int) -> mmap.mmap:
-    """Take memory for an image: new and private, at the beginning of a page.
+def memory_for(nbytes: int) -> torch.Tensor:
+    """Take memory for an image: new and private, at the beginning of a page. It goes with the last tensor of it.
 
     It is new each time, and large pages come faster. They are asked for only where they are wholly inside: others would
     reach into neighbours, and stay when this memory goes. A limit of memory is then reached too soon, and the process
@@ -53,7 +55,7 @@ def memory_for(nbytes: int) -> mmap.mmap:
         # A system that has none refuses the advice.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, begin, inside)
-    return memory
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class FileHome:
@@ -73,25 +75,33 @@ class FileHome:
         except OSError as error:
             raise self._error("make room in", error) from error
 
-    def read(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def read(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        view = memory.numpy().data
         try:
             for start, size in self._pieces():
-                self._fill(memory[start : start + size], start)
+                self._fill(view[start : start + size], start)
                 if not self._direct:
                     self._forget(start, size)
                 moved(self._image_bytes(start, size))
         except OSError as error:
             raise self._error("read from", error) from error
 
-    def write(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
-        self._write(lambda start, size: memory[start : start + size], moved)
+    def write(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        view = memory.numpy().data
+        self._write(lambda start, size: view[start : start + size], moved)
 
-    def write_pieces(
-        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[int], None] = lambda nbytes: None
+    def write_parts(
+        self,
+        parts: Sequence[tuple[int, torch.Tensor]],
+        pieces: torch.Tensor,
+        moved: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
+        """Write bytes that lie apart, gathered in the memory for pieces."""
+        gathering, view = _Gathering(parts, pieces), pieces.numpy().data
+
         def piece(start: int, size: int) -> memoryview:
-            fill(start, size)
-            return memory[:size]
+            gathering.fill(start, size)
+            return view[:size]
 
         self._write(piece, moved)
 
@@ -109,19 +119,21 @@ class FileHome:
         except OSError as error:
             raise self._error("write to", error) from error
 
-    def mapped(self) -> mmap.mmap:
-        return mmap.mmap(self._file, self._room)
+    def contents(self) -> torch.Tensor:
+        """Return what is at home as memory, without a copy."""
+        return torch.frombuffer(mmap.mmap(self._file, self._room), dtype=torch.uint8)
 
-    def copied(self) -> FileHome:
-        other, piece = FileHome(self._space, self._nbytes), memory_for(min(_PIECE, self._room))
+    def copied(self) -> torch.Tensor:
+        """Return what is at home, copied within the space."""
+        other, memory = FileHome(self._space, self._nbytes), memory_for(min(_PIECE, self._room))
+        view = memory.numpy().data
         try:
-            with memoryview(piece) as memory:
-                for start, size in self._pieces():
-                    self._fill(memory[:size], start)
-                    other._put(memory[:size], start)
+            for start, size in self._pieces():
+                self._fill(view[:size], start)
+                other._put(view[:size], start)
         except OSError as error:
             raise self._error("copy", error) from error
-        return other
+        return other.contents()
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self._room, _PIECE):
@@ -158,6 +170,26 @@ class FileHome:
         )
 
 
+class _Gathering:
+    """Values that lie apart, copied into pieces of an image one after the other."""
+
+    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], memory: torch.Tensor) -> None:
+        self._parts, self._memory = parts, memory
+        self._next = 0
+
+    def fill(self, start: int, size: int) -> None:
+        """Fill the memory with the bytes of the image from a place on. Places only grow."""
+        end = start + size
+        while self._next < len(self._parts):
+            place, part = self._parts[self._next]
+            first, last = max(place, start), min(place + part.numel(), end)
+            if first < last:
+                self._memory[first - start : last - start].copy_(part[first - place : last - place])
+            if place + part.numel() > end:
+                return
+            self._next += 1
+
+
 def folder_of(space: Space) -> str:
     """Return the folder of a space."""
     return space.path or tempfile.gettempdir()
@@ -183,7 +215,7 @@ def home_warnings(module: Module) -> Iterator[str]:
     names = {*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages)}
     for space in () if module.cluster is None else module.cluster.spaces:
         folder = folder_of(space)
-        if space.name in names and (kind := in_memory(folder)):
+        if space.name in names and space.kind == FILE and (kind := in_memory(folder)):
             yield (
                 f"memory space {space.name} is in {folder}, a {kind}, whose files lie in memory: what is at home there "
                 "frees none; --spill or TMPDIR names a folder on a disk"
@@ -196,13 +228,13 @@ def _without_cache(file: int) -> bool:
     direct, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(file, fcntl.F_GETFL)
     if not direct:
         return False
-    with memory_for(_BLOCK) as block:
-        try:
-            fcntl.fcntl(file, fcntl.F_SETFL, flags | direct)
-            if os.pwrite(file, block, 0) == _BLOCK and os.preadv(file, [block], 0) == _BLOCK:
-                return True
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
+    block = memory_for(_BLOCK).numpy().data
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | direct)
+        if os.pwrite(file, block, 0) == _BLOCK and os.preadv(file, [block], 0) == _BLOCK:
+            return True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
     fcntl.fcntl(file, fcntl.F_SETFL, flags)
     return False

@@ -1,175 +1,81 @@
-"""Homes: memory in other spaces, where a rank's items lie between their uses, and the threads that copy.
+"""Homes: memory in other spaces, where a rank's items lie between their uses.
 
 In: the image of an item (ir/memory/items.py) and a space of the cluster. Out: the item's variables as tensors while it
 is on the device.
 
-A home is a `Home`, which moves whole images; the only kind so far is a file (home_files.py). A rank has one thread for
-each direction. `bring` takes memory and begins to read, `store` begins to write, and `let_go` gives the memory back
-once that is done. Nothing but these waits holds the program up. An error of a thread is raised where it is waited for.
-So is one where nothing moved for a whole time limit: the threads end with the process, even where a disk never answers.
+A home is a `Home`, which moves whole images: a file (home_files.py) for a CPU, pinned memory of the host (pinned.py)
+for a GPU. Copies go on in the lanes of the rank (lanes.py). `bring` takes memory and begins to read, `store` begins to
+write, and `let_go` gives the memory back once that is done. Nothing but these waits holds the program up.
 """
 
 from __future__ import annotations
 
-import mmap
-import queue
-import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT
-from penstock.ir.cluster.cluster import Space
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.memory.items import Image
 from penstock.ir.memory.saved_sets import SavedSet
 from penstock.ir.types import LONG_NAMES, TensorType
 from penstock.runtime.messages.ledger import CopyTimes
-from penstock.support.errors import PenstockError, VerifyError
-from penstock.support.words import shown_bytes
+from penstock.support.errors import VerifyError
 
-from .home_files import FileHome, memory_for
+# Takes the bytes that were moved since the last call.
+Moved = Callable[[int], None]
 
 
 class Home(Protocol):
-    """Memory for an image in another space. Reads and writes move all of it, and call `moved` as they get on, with the
-    bytes of the image that they moved since the last call."""
+    """Memory for an image in another space. Reads and writes move all of it, and call `moved` as they get on. Memory of
+    the device is that of the lanes."""
 
-    def read(self, memory: memoryview, moved: Callable[[int], None] = ...) -> None: ...
-    def write(self, memory: memoryview, moved: Callable[[int], None] = ...) -> None: ...
+    def read(self, memory: torch.Tensor, moved: Moved = ...) -> None: ...
+    def write(self, memory: torch.Tensor, moved: Moved = ...) -> None: ...
 
-    def write_pieces(
-        self, memory: memoryview, fill: Callable[[int, int], None], moved: Callable[[int], None] = ...
-    ) -> None:
-        """Write an image that is never whole: `fill` puts the bytes from a place on into the memory, so many."""
+    def write_parts(self, parts: Sequence[tuple[int, torch.Tensor]], pieces: torch.Tensor, moved: Moved = ...) -> None:
+        """Write an image that is never whole: bytes that lie apart, by their places in it, in order. They may go
+        through the memory for pieces."""
 
-    def mapped(self) -> mmap.mmap:
-        """Return what is at home as memory, without a copy."""
+    def contents(self) -> torch.Tensor:
+        """Return the bytes that are at home, without a copy."""
 
-    def copied(self) -> Home:
-        """Return a home with the same contents, which no later write changes."""
-
-
-def open_home(space: Space, nbytes: int) -> Home:
-    """Return a home for so many bytes in a space."""
-    return FileHome(space, nbytes)
+    def copied(self) -> torch.Tensor:
+        """Return the bytes that are at home, in a copy that no later write changes."""
 
 
-class CopyDone(NamedTuple):
-    """A copy that ended: the times of its begin and its end, and the bytes that it moved."""
+class Copying(Protocol):
+    """A copy that was begun."""
 
-    begun: float
-    ended: float
-    nbytes: int
+    def wait(self) -> None:
+        """Put what the device does next behind the copy, and write down its times and the bytes that it moved."""
 
-
-class Copying(NamedTuple):
-    """A copy that goes on: its name, its direction, and what it did once that is known."""
-
-    text: str
-    kind: str
-    done: Future[CopyDone]
+    def settle(self) -> None:
+        """Wait until the copy is done. An error of it is raised here each time."""
 
 
-class _Lane:
-    """A thread that does one copy after the other, and when it last moved something."""
+class Lanes(Protocol):
+    """The lanes of a rank, which copy, and take memory of its device."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._work = name, queue.SimpleQueue[Callable[[], None] | None]()
-        self._thread: threading.Thread | None = None
-        self.moved_at = 0.0
+    def open(self, space: Space, nbytes: int) -> Home:
+        """Return a home for so many bytes in a space."""
 
-    def moved(self) -> None:
-        self.moved_at = time.monotonic()
+    def memory(self, nbytes: int, *, zeros: bool = False) -> torch.Tensor:
+        """Take memory of the device for so many bytes, perhaps with some more at its end."""
 
-    def submit(self, copy: Callable[[], CopyDone]) -> Future[CopyDone]:
-        """Have a copy done; the first one begins the thread."""
-        future: Future[CopyDone] = Future()
+    def pieces(self, nbytes: int) -> torch.Tensor:
+        """Take what values that lie apart go through on their way to a home, in pieces of so many bytes."""
 
-        def work() -> None:
-            self.moved()
-            try:
-                future.set_result(copy())
-            except BaseException as error:  # it is raised where the copy is waited for
-                future.set_exception(error)
+    def begin(self, text: str, kind: str, image: Image | SavedSet, copy: Callable[[Moved], None]) -> Copying:
+        """Begin a copy of an image. `text` names it in a trace, where it is an action of the program."""
 
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-        self._work.put(work)
-        return future
+    def trace(self) -> None:
+        """Write down from here on what is copied."""
 
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            # It has the memory of the copy.
-            del work
-
-    def close(self) -> None:
-        """End the thread behind what it has to do."""
-        self._work.put(None)
-
-
-class Lanes:
-    """The threads of a rank that copy, one for each direction, and what they did where a run is traced. `timeout` are
-    the seconds without any progress after which a copy is given up."""
-
-    def __init__(self, timeout: float = 300.0) -> None:
-        self._lanes = {COPY_IN: _Lane("copies in"), COPY_OUT: _Lane("copies out")}
-        # Threads end when nobody can ask them for a copy any more.
-        for lane in self._lanes.values():
-            weakref.finalize(self, lane.close).atexit = False
-        self._timeout = timeout
-        self.done: list[CopyTimes] | None = None
-
-    def begin(
-        self, text: str, kind: str, copy: Callable[[memoryview, Callable[[int], None]], None], memory: mmap.mmap
-    ) -> Copying:
-        """Begin a copy."""
-        lane = self._lanes[kind]
-
-        def run() -> CopyDone:
-            begun, pieces = time.monotonic(), list[int]()
-
-            def moved(nbytes: int) -> None:
-                pieces.append(nbytes)
-                lane.moved()
-
-            with memoryview(memory) as view:
-                copy(view, moved)
-            return CopyDone(begun, time.monotonic(), sum(pieces))
-
-        return Copying(text, kind, lane.submit(run))
-
-    def wait(self, copying: Copying, image: Image | SavedSet) -> None:
-        """Wait for a copy, and write down its times and the bytes that it moved."""
-        began_to_wait = time.monotonic()
-        begun, ended, nbytes = self.result(copying, image)
-        # Copies of evaluations are no actions of the program.
-        if self.done is not None and copying.text:
-            self.done.append(CopyTimes(copying.text, nbytes, begun, ended, max(0.0, ended - began_to_wait)))
-
-    def result(self, copying: Copying, image: Image | SavedSet) -> CopyDone:
-        """Return what a copy did; an error where nothing of its lane moves any more."""
-        lane, since = self._lanes[copying.kind], time.monotonic()
-        while True:
-            left = max(lane.moved_at, since) + self._timeout - time.monotonic()
-            with suppress(TimeoutError):
-                return copying.done.result(max(0.001, left))
-            # The copy itself may raise such an error, too.
-            if copying.done.done():
-                return copying.done.result()
-            if left <= 0:
-                raise PenstockError(
-                    f"copying {shown_bytes(image.nbytes)} {'from' if copying.kind == COPY_IN else 'to'} memory space "
-                    f"{image.space} has not moved on for {self._timeout:g} s",
-                    where=copying.text,
-                    hint="the disk of the space does not answer; --timeout allows more",
-                )
+    def copied(self) -> tuple[CopyTimes, ...]:
+        """Return the copies that were waited for since the last call. The device is done with them."""
 
 
 class HomedItem:
@@ -178,10 +84,12 @@ class HomedItem:
 
     def __init__(self, image: Image, home: Home | None, lanes: Lanes) -> None:
         self.image, self._home, self._lanes = image, home, lanes
-        self._memory: mmap.mmap | None = None
+        self._memory: torch.Tensor | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._coming: Copying | None = None
         self._leaving: Copying | None = None
+        # The last copy to its home, which the host waits for before it reads what is there.
+        self._stored: Copying | None = None
 
     @property
     def is_here(self) -> bool:
@@ -192,31 +100,34 @@ class HomedItem:
         """Take memory, and begin to copy what is at home into it, if it is to be `filled`."""
         if self._memory is not None:
             raise VerifyError("is on the device already", where=self._where)
-        self._memory = memory_for(self.image.nbytes)
-        self._tensors = self._cut(self._memory)
-        if filled and self._home is not None:
-            self._coming = self._lanes.begin(text, COPY_IN, self._home.read, self._memory)
+        home = self._home
+        memory = self._memory = self._lanes.memory(self.image.nbytes, zeros=home is None)
+        self._tensors = self._cut(memory)
+        if filled and home is not None:
+            self._coming = self._lanes.begin(text, COPY_IN, self.image, lambda moved: home.read(memory, moved))
 
     def wait(self) -> None:
         """Wait until it is on the device. A copy that failed is an error here each time."""
         if self._coming is not None:
-            self._lanes.wait(self._coming, self.image)
+            self._coming.wait()
             self._coming = None
 
     def store(self, text: str = "") -> None:
         """Begin to copy it to its home."""
         self.wait()
-        if self._memory is None:
+        memory, home = self._memory, self._home
+        if memory is None:
             raise VerifyError("is to be copied out, and is not on the device", where=self._where)
         self._await_home()
-        if self._home is None:
+        if home is None:
             raise VerifyError("is to be copied out, and has no copy at home", where=self._where)
-        self._leaving = self._lanes.begin(text, COPY_OUT, self._home.write, self._memory)
+        self._stored = self._lanes.begin(text, COPY_OUT, self.image, lambda moved: home.write(memory, moved))
+        self._leaving = self._stored
 
     def settle(self) -> None:
         """Wait until what was copied out is at home; an error of the copy is raised here."""
-        if self._leaving is not None:
-            self._lanes.result(self._leaving, self.image)
+        if self._stored is not None:
+            self._stored.settle()
 
     def let_go(self) -> None:
         """Give its memory back, once it is at home."""
@@ -228,7 +139,7 @@ class HomedItem:
     def _await_home(self) -> None:
         """Wait for the copy to its home. One that failed is kept: what is at home then may be torn."""
         if self._leaving is not None:
-            self._lanes.wait(self._leaving, self.image)
+            self._leaving.wait()
             self._leaving = None
 
     @contextmanager
@@ -249,16 +160,19 @@ class HomedItem:
     def newest(self, name: str) -> torch.Tensor:
         """Return the newest contents of a variable, on the device or at home."""
         if self._coming is not None:
-            self._lanes.result(self._coming, self.image)
-        return self.tensor(name) if self._tensors or self._home is None else self._cut(self._home.mapped())[name]
+            self._coming.settle()
+        if self._tensors or self._home is None:
+            return self.tensor(name)
+        self.settle()
+        return self._cut(self._home.contents())[name]
 
     def apart(self) -> dict[str, torch.Tensor]:
         """Return all variables as they are at home, in a copy that nothing changes. What is on its way there is waited
         for: a run ends with it."""
         self.settle()
-        return {} if self._home is None else self._cut(self._home.copied().mapped())
+        return {} if self._home is None else self._cut(self._home.copied())
 
-    def _cut(self, memory: mmap.mmap) -> dict[str, torch.Tensor]:
+    def _cut(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         types = {name: var.type for name, var in self.image.variables.items()}
         return cut(memory, self.image.nbytes, types, self.image.places)
 
@@ -268,11 +182,13 @@ class HomedItem:
 
 
 def cut(
-    memory: mmap.mmap, nbytes: int, types: Mapping[str, TensorType], places: Mapping[str, int]
+    memory: torch.Tensor, nbytes: int, types: Mapping[str, TensorType], places: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that lie one behind the other in memory, by their names."""
-    whole = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    """Return the tensors that lie one behind the other in so many bytes of memory, by their names."""
+    if memory.numel() > nbytes:
+        # What tells of memory in a trace counts the storage of tensors.
+        memory = torch.frombuffer(memory.numpy().data, dtype=torch.uint8, count=nbytes)
     return {
-        name: whole[places[name] : places[name] + t.nbytes].view(getattr(torch, LONG_NAMES[t.dtype])).view(t.dims)
+        name: memory[places[name] : places[name] + t.nbytes].view(getattr(torch, LONG_NAMES[t.dtype])).view(t.dims)
         for name, t in types.items()
     }

@@ -3,13 +3,13 @@
 In: the saved set of a stage (ir/memory/saved_sets.py), its homes, the threads that copy. Out: the values of a
 microbatch as tensors in memory of their own, once it is to come back.
 
-All homes are opened at the start, as many as sets are away at once. The values of a set lie apart on the device. The
-thread that writes gathers them in pieces, so that direct writes have whole blocks.
+All homes are opened at the start, as many as sets are away at once. The values of a set lie apart on the device. Into
+a file they are written in pieces, so that direct writes have whole blocks; a GPU copies each by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from penstock.ir.memory.saved_sets import SavedSet
 from penstock.ir.schedule import Action
 from penstock.support.errors import VerifyError
 
-from .home_files import memory_for
 from .homes import Copying, Home, Lanes, cut
 from .store import Store
 
@@ -41,7 +40,7 @@ class SavedSets:
         self.names = frozenset(saved.values)
         self._away: dict[int, _Away] = {}
         # Copies out are one after the other, so that all of them go through the same memory.
-        self._gathered = memory_for(saved.gathered)
+        self._pieces = lanes.pieces(saved.gathered)
 
     def move(self, action: Action, store: Store) -> None:
         """Do what an action says with the set of its microbatch; `store` has its values while they are there."""
@@ -62,17 +61,15 @@ class SavedSets:
         away = self._away[mb] = _Away(self._free.pop())
         flat = [(self.saved.places[name], tensors[name].detach().reshape(-1).view(torch.uint8)) for name in self.names]
         flat.sort(key=lambda part: part[0])
-
-        def copy(memory: memoryview, moved: Callable[[int], None]) -> None:
-            away.home.write_pieces(memory, _Gathering(flat, memory).fill, moved)
-
-        away.leaving = self._lanes.begin(text, COPY_OUT, copy, self._gathered)
+        away.leaving = self._lanes.begin(
+            text, COPY_OUT, self.saved, lambda moved: away.home.write_parts(flat, self._pieces, moved)
+        )
 
     def let_go(self, mb: int) -> None:
         """Wait until a set is at home: then its values may go."""
         away = self._of(mb)
         if away.leaving is not None:
-            self._lanes.wait(away.leaving, self.saved)
+            away.leaving.wait()
             away.leaving = None
 
     def bring(self, mb: int, text: str) -> dict[str, torch.Tensor]:
@@ -81,38 +78,19 @@ class SavedSets:
         away = self._of(mb)
         if away.leaving is not None or away.coming is not None:
             raise VerifyError(f"what microbatch {mb} saved is on the device", where=text)
-        memory = memory_for(self.saved.nbytes)
-        away.coming = self._lanes.begin(text, COPY_IN, away.home.read, memory)
-        return cut(memory, self.saved.nbytes, {n: v.type for n, v in self.saved.values.items()}, self.saved.places)
+        memory = self._lanes.memory(self.saved.nbytes)
+        away.coming = self._lanes.begin(text, COPY_IN, self.saved, lambda moved: away.home.read(memory, moved))
+        types = {name: value.type for name, value in self.saved.values.items()}
+        return cut(memory, self.saved.nbytes, types, self.saved.places)
 
     def wait(self, mb: int) -> None:
         """Wait for a set that is on its way back. Its home is free then."""
         away = self._away.get(mb)
         if away is not None and away.coming is not None:
-            self._lanes.wait(away.coming, self.saved)
+            away.coming.wait()
             self._free.append(self._away.pop(mb).home)
 
     def _of(self, mb: int) -> _Away:
         if mb not in self._away:
             raise VerifyError(f"what microbatch {mb} saved is not at home", where=f"item {SAVED_ITEM}")
         return self._away[mb]
-
-
-class _Gathering:
-    """Values that lie apart, copied into pieces of an image one after the other."""
-
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], memory: memoryview) -> None:
-        self._parts, self._memory = parts, torch.frombuffer(memory, dtype=torch.uint8)
-        self._next = 0
-
-    def fill(self, start: int, size: int) -> None:
-        """Fill the memory with the bytes of the image from a place on. Places only grow."""
-        end = start + size
-        while self._next < len(self._parts):
-            place, part = self._parts[self._next]
-            first, last = max(place, start), min(place + part.numel(), end)
-            if first < last:
-                self._memory[first - start : last - start].copy_(part[first - place : last - place])
-            if place + part.numel() > end:
-                return
-            self._next += 1

@@ -41,6 +41,7 @@ import torch
 
 from penstock.ir.messages import Parcel
 from penstock.runtime.messages.status import LOOK_SECONDS, Deadline
+from penstock.runtime.state.pinned import pin, unpin
 from penstock.runtime.state.store import CPU
 from penstock.support.errors import DoesNotFit
 
@@ -145,7 +146,8 @@ class SharedBlocks:
         whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._used += whole
         if self._device != CPU:
-            _pin(memory.ctypes.data, whole, self._device)
+            hint = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets"
+            pin(memory.ctypes.data, whole, self._device, "that are shared with other ranks", hint)
         return memory
 
     def _grow(self, nbytes: int) -> None:
@@ -174,24 +176,9 @@ class SharedBlocks:
             os.close(file)
         if self._device != CPU:
             for address in self._places:
-                _unpin(address, self._device)
+                unpin(address, self._device)
         self.files.clear()
         self._places.clear()
-
-
-def _pin(address: int, nbytes: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
-    if code:
-        raise DoesNotFit(
-            f"CUDA pinned no {nbytes} bytes that are shared with other ranks: error {code}",
-            hint="PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets",
-        )
-
-
-def _unpin(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class SharedIncoming:

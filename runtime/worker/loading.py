@@ -21,7 +21,8 @@ from penstock.ir.memory.saved_sets import most_sets_at_home, saved_set
 from penstock.ir.sharding.tiles import TensorTile, copy, seat_of, tile_of, whole_tile
 from penstock.runtime.checkpoint.format import read_index
 from penstock.runtime.checkpoint.resuming import Filling, StageFiles, fill_copies, fill_tiles, load_state
-from penstock.runtime.state.homes import HomedItem, Lanes, open_home
+from penstock.runtime.state.homes import HomedItem, Lanes
+from penstock.runtime.state.lanes import ThreadLanes
 from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import Settings
 from penstock.runtime.state.store import NO_SUMS, Store, SummedGradients
@@ -44,14 +45,14 @@ class StateSource:
     stage: int
     tables: Settings
     place: Path | None = None
-    lanes: Lanes = field(default_factory=Lanes)
+    lanes: Lanes = field(default_factory=ThreadLanes)
 
     def homed(self, image: Image) -> HomedItem:
         """Make the home of an item, in its space as the device of the rank reaches it."""
         cluster = self.bundle.module.cluster
         assert cluster is not None, "spaces are those of a cluster"
         space = cluster.space(image.space, self.bundle.rank(self.rank).device)
-        return HomedItem(image, open_home(space, image.nbytes) if image.stored else None, self.lanes)
+        return HomedItem(image, self.lanes.open(space, image.nbytes) if image.stored else None, self.lanes)
 
 
 def load_saved_sets(bundle: Bundle, rank: int, stage: int, lanes: Lanes) -> SavedSets | None:
@@ -62,7 +63,7 @@ def load_saved_sets(bundle: Bundle, rank: int, stage: int, lanes: Lanes) -> Save
         return None
     space = module.cluster.space(saved.space, bundle.rank(rank).device)
     count = most_sets_at_home(module.schedule.expand(rank, BATCHES), stage, saved.users)
-    return SavedSets(saved, [open_home(space, saved.nbytes) for _ in range(count)], lanes)
+    return SavedSets(saved, [lanes.open(space, saved.nbytes) for _ in range(count)], lanes)
 
 
 def load_store(

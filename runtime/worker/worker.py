@@ -63,7 +63,7 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.defaults import STOP
 from penstock.runtime.messages.status import Status
-from penstock.runtime.state.homes import Lanes
+from penstock.runtime.state.lanes import lanes_of
 from penstock.runtime.state.packs import PackState
 from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import settings_of
@@ -289,10 +289,8 @@ class Worker:
         if self.executor.events is not None:
             blocks = () if self.executor.ledger is None else self.executor.ledger.taken()
             collectives = tuple(self.exchange.events or ())
-            copies = tuple(self.lanes.done or ())
-            self.reply(TraceRecord(tuple(self.executor.events), blocks, collectives, copies), {})
+            self.reply(TraceRecord(tuple(self.executor.events), blocks, collectives, self.lanes.copied()), {})
             self.executor.events.clear()
-            self.lanes.done = []
             self.exchange.events = []
         self.reply(self._done(), {})
 
@@ -304,10 +302,11 @@ class Worker:
 
     def _load_stores(self, programs: Mapping[int, StageProgram]) -> None:
         """Load the variables of all stages of the rank, one after the other."""
-        self.lanes = Lanes(self.setup.timeout)
+        device = next(program.device for program in programs.values())
+        self.lanes = lanes_of(device, self.setup.timeout)
         self.stores = {stage: self._load_store(stage, program.device) for stage, program in programs.items()}
-        # Copies are written down from here on.
-        self.lanes.done = [] if self.setup.trace else None
+        if self.setup.trace:
+            self.lanes.trace()
 
     def _saved_sets(self, stage: int) -> SavedSets | None:
         return load_saved_sets(self.bundle, self.rank, stage, self.lanes)

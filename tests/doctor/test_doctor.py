@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import types
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.commands.parser import main
@@ -24,6 +26,7 @@ from penstock.doctor.links import SIZES, Loopback, Wire, fit
 from penstock.ir.cluster.cluster import MEASURED, Cluster, Device
 from penstock.ir.ops import cost_of
 from penstock.support import hardware as machine
+from penstock.support.errors import PenstockError
 
 RATES = Rates(
     1, 2e11, 1e10, 32 << 20, 4e10, 2.5e-7, 2e-6,
@@ -208,6 +211,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         [(n, 1e-5 + n / 16e9) for n in SIZES],
     )
     monkeypatch.setattr(doctor, "measure_loopback", lambda timeout: loopback)
+    monkeypatch.setattr(doctor, "measured_bandwidth", lambda space: 1.5e9)
+    monkeypatch.setattr(doctor, "in_memory", lambda folder: "")
     monkeypatch.setattr(machine, "gpus", lambda: ([], "nvidia-ml-py is not installed"))
     monkeypatch.delenv("RANK", raising=False)
 
@@ -233,9 +238,41 @@ def test_the_command_writes_a_file_that_plans_take(
             (d.shared_overhead, d.copy_bandwidth) == pytest.approx((1e-5, 8e9), rel=1e-3) for d in cluster.devices
         )
         assert told["cluster"]["devices"][1]["threads"] == 2
+        assert cluster.way("cpu:1", cluster.space("disk", "cpu:1")).bandwidth == 1.5e9
+        assert told["cluster"]["spaces"][0]["bandwidth"] == 1.5e9
         assert told["hosts"][0]["cores"] == machine.usable_cores()
     assert main(["doctor", "--devices", "2"]) == 0
-    assert "same-host" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "same-host" in out
+    assert re.search(r"^disk +1.5 ", out, re.MULTILINE)
+
+
+def test_a_disk_that_cannot_be_measured_is_told_and_one_in_memory_is_none(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(space: object) -> float:
+        raise PenstockError("the disk is full")
+
+    monkeypatch.setattr(doctor, "measured_bandwidth", full)
+    report = examine([1])
+    assert report is not None
+    assert not report.cluster.spaces
+    assert any("could not be measured: the disk is full" in problem for problem in report.problems)
+    monkeypatch.setattr(doctor, "in_memory", lambda folder: "tmpfs")
+    report = examine([1])
+    assert report is not None
+    assert (report.cluster.spaces, report.hosts[0].disk) == ((), None)
+    assert not any("could not be measured" in problem for problem in report.problems)
+
+
+def test_each_host_has_its_own_disk(quick: None) -> None:
+    report = examine([1])
+    assert report is not None
+    (host,) = report.hosts
+    others = [
+        msgspec.structs.replace(host, name=name, disk=rate) for name, rate in (("a", 1e9), ("b", None), ("c", 2e9))
+    ]
+    assert [(space.host, space.bandwidth) for space in cluster_of(others, {}).spaces] == [("a", 1e9), ("c", 2e9)]
 
 
 def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

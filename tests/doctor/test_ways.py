@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.doctor import ways
-from penstock.ir.cluster.cluster import SPACE_WAY, Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import FILE, SPACE_WAYS, Space
 from penstock.support.cache import Cache, cache_folder
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -25,7 +26,7 @@ def test_a_way_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     space = Space("disk", path=str(tmp_path))
     (first,) = ways.with_measured_way(CLUSTER, space, said.append).spaces
     assert first.path == str(tmp_path)
-    assert first.bandwidth not in (0.0, SPACE_WAY[0])
+    assert first.bandwidth not in (0.0, SPACE_WAYS[FILE][0])
     assert len(said) == 1
     assert str(tmp_path) in said[0]
     # Bytes by seconds: half the time is twice the bandwidth, but what was kept is not measured again.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from penstock.ir.action_kinds import ACTION_KINDS, CHUNK_ITEM, STATE_ITEM
-from penstock.ir.cluster.cluster import Cluster, Device, Link, Space
+from penstock.ir.cluster.cluster import Cluster, Device, Link
+from penstock.ir.cluster.spaces import Space, SpaceWay
 from penstock.ir.graph import ROLES, Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
 from penstock.ir.schedule import KINDS, MESSAGES, Action, Program, Schedule
 from penstock.ir.types import DTYPES, TensorType
@@ -70,6 +71,9 @@ def modules(draw: st.DrawFn) -> Module:
             (Link("cpu:0", "b", nic="eth0"),),
             spaces=draw(
                 st.sampled_from([(), (Space("disk"), Space("ssd", "x.y", bytes=9, path="/mnt/a-b", bandwidth=rate))])
+            ),
+            ways=draw(
+                st.sampled_from([(), (SpaceWay("cpu:0", "disk", rate, nic="eth0"), SpaceWay("b", "ssd", rate, 1e-5))])
             ),
         )
     vars = {

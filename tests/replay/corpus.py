@@ -11,7 +11,8 @@ import penstock as ps
 from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.training import attach_loss
 from penstock.ir.attrs import Attr
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.passes.lengths.bound import BoundOptions
 from penstock.passes.manager import Call, Event, run_passes

@@ -11,6 +11,7 @@ rates, and problems in plain words.
                and a host's network card has the rate of its fastest pair
     GPUs       by nvidia-ml-py; rates, launches, and copies between them and with the host, in a process of its own
                (gpu_rates.py), where torch sees them, and else the rates of their data sheets
+    disks      what CPU devices reach of the disk of the folder for temporary files (ways.py)
 
 Limits: the load of other programs meanwhile is measured along. Pairs of hosts are
 measured one at a time.
@@ -42,10 +43,12 @@ from penstock.ir.cluster.cluster import (
     LinkClass,
     device_of_gpu,
 )
+from penstock.ir.cluster.spaces import Space
 from penstock.runtime.group.group import RankGroup
 from penstock.runtime.group.hosts import in_group, place_of
 from penstock.runtime.group.meet import join_environment
 from penstock.runtime.launch.local import thread_environment
+from penstock.runtime.state.home_files import folder_of, in_memory
 from penstock.support import hardware as machine
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.helper_processes import failure, outputs, start
@@ -54,12 +57,15 @@ from penstock.support.processes import command_of
 from .gpu_rates import GpuEdge, HostGpus, measure_gpus, with_gpu_rates
 from .kernels import BUSY, Rates, compile_yardsticks, granted, with_rates
 from .links import Loopback, Wire, fit, measure_loopback, measure_pairs
+from .ways import measured_bandwidth
 
 Say = Callable[[str], None]
 PACKAGES = ("penstock", "apache-tvm", "apache-tvm-ffi", "torch", "numpy", "onnx", "onnxruntime", "nvidia-ml-py")
 _MEASURE_TIMEOUT = 120.0
 # Pairs of hosts that differ by more than this from their class are listed one by one.
 _ALIKE = 0.2
+# The name of the memory space that a file of the cluster has for each host.
+DISK = "disk"
 
 
 class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +91,8 @@ class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_end_times: list[tuple[int, float]] = []
     # Copies between GPUs.
     gpu_edges: list[GpuEdge] = []
+    # Bytes per second in each direction between a device and the disk of the folder for temporary files.
+    disk: float | None = None
 
 
 @dataclass(frozen=True)
@@ -181,16 +189,8 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     except (PenstockError, OSError) as error:
         problems.append(str(error))
     if loopback.ends:
-        # Ends of messages take processor time, too: of one thread, however many a device has. Under a quota they take
-        # longer by the wait for it.
-        part = granted(quota, len(planned.devices))
-        socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in loopback.ends]))
-        devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
-        copied, overhead = _rounded(
-            fit([(size, seconds / part) for size, seconds in loopback.shared_ends or loopback.ends])
-        )
-        # One of the two ends copies.
-        devices = [replace(d, shared_overhead=overhead, copy_bandwidth=copied / 2) for d in devices]
+        devices = _with_ends(devices, loopback, granted(quota, len(planned.devices)))
+    disk = _measured_disk(say, problems)
     return HostFacts(
         socket.gethostname(),
         os.environ.get("PENSTOCK_ADDRESS", ""),
@@ -209,7 +209,34 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         loopback.ends,
         loopback.shared_ends,
         on_gpus.edges,
+        disk,
     )
+
+
+def _with_ends(devices: Sequence[Device], loopback: Loopback, part: float) -> list[Device]:
+    """Return devices with what an end of a message takes of them. That is processor time, of one thread, however many a
+    device has. Where a quota leaves a part of it, ends take longer by the wait for it."""
+    socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in loopback.ends]))
+    devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
+    copied, overhead = _rounded(
+        fit([(size, seconds / part) for size, seconds in loopback.shared_ends or loopback.ends])
+    )
+    # One of the two ends copies.
+    return [replace(d, shared_overhead=overhead, copy_bandwidth=copied / 2) for d in devices]
+
+
+def _measured_disk(say: Say, problems: list[str]) -> float | None:
+    """Measure the way to the disk of the folder for temporary files; nothing where its files lie in memory."""
+    space = Space(DISK)
+    folder = folder_of(space)
+    if in_memory(folder):
+        return None
+    say(f"the way to {folder}")
+    try:
+        return measured_bandwidth(space)
+    except (PenstockError, OSError) as error:
+        problems.append(f"the way to {folder} could not be measured: {error}")
+        return None
 
 
 def _measured_gpus(gpus: Sequence[machine.Gpu], say: Say) -> HostGpus:
@@ -307,7 +334,8 @@ def cluster_of(hosts: Sequence[HostFacts], pairs: dict[tuple[int, int], Wire]) -
         if several
         else ()
     )
-    return Cluster(tuple(devices), tuple(links), named_hosts, tuple(classes))
+    disks = [Space(DISK, host.name if several else "", bandwidth=host.disk) for host in hosts if host.disk]
+    return Cluster(tuple(devices), tuple(links), named_hosts, tuple(classes), tuple(disks))
 
 
 def _fastest(host: int, pairs: dict[tuple[int, int], Wire]) -> Wire:

@@ -1,11 +1,11 @@
-"""The way to the disk for plans without a cluster file: measured once, in about a second, and kept.
+"""The way to a disk: for `penstock doctor`, and for plans without a cluster file, measured once and kept.
 
-In: a cluster without memory spaces, and the folder where what `--offload` moves will be. Out: the cluster with a space
-there that has the measured bandwidth. One thread reads a file and another writes one, by the same code as a run, so the
-bandwidth of each direction is that beside the other.
+In: the folder where what `--offload` moves will be. Out: the bandwidth of its disk, or the cluster with a space there
+that has it. One thread reads a file and another writes one, by the same code as a run. So the bandwidth of each
+direction is that beside the other. It takes about a second.
 
-The result lies in the user's cache folder, by host and file system. As for local.py, PENSTOCK_RATES=assumed and
-PENSTOCK_CACHE=off measure nothing. Limit: a disk that is slower later, or for others at once, is not seen.
+What plans measured lies in the user's cache folder, by host and file system. As for local.py, PENSTOCK_RATES=assumed
+and PENSTOCK_CACHE=off measure nothing. Limit: a disk that is slower later, or for others at once, is not seen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from penstock.backends.tvm.fingerprint import key_of
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.runtime.state.home_files import FileHome, folder_of, memory_for
 from penstock.support.cache import Cache, cache_folder
 from penstock.support.errors import PenstockError
@@ -47,12 +48,17 @@ def _bandwidth(space: Space, say: Say) -> float | None:
         if (known := _kept(store.get(key))) is not None:
             return known
         say(f"measuring the way to {folder}, once (PENSTOCK_RATES=assumed: never)")
-        bandwidth = float(f"{_MOVED / _seconds(space):.3g}")
+        bandwidth = measured_bandwidth(space)
     except (PenstockError, OSError) as error:
         say(f"the way to {folder} could not be measured, so its bandwidth is assumed: {error}")
         return None
     store.put(key, json.dumps(bandwidth).encode())
     return bandwidth
+
+
+def measured_bandwidth(space: Space) -> float:
+    """Return the bytes per second of each direction, to three digits."""
+    return float(f"{_MOVED / _seconds(space):.3g}")
 
 
 def _kept(content: bytes | None) -> float | None:
@@ -69,15 +75,14 @@ def _kept(content: bytes | None) -> float | None:
 def _seconds(space: Space) -> float:
     """Return how long it takes at least to read a file and to write another meanwhile."""
     homes, memory = [FileHome(space, _MOVED) for _ in range(2)], [memory_for(_MOVED) for _ in range(2)]
-    views = [memoryview(each) for each in memory]
     # A file that was never written is read without the disk.
-    for home, view in zip(homes, views, strict=True):
-        home.write(view)
+    for home, block in zip(homes, memory, strict=True):
+        home.write(block)
     seconds = list[float]()
     with ThreadPoolExecutor(2) as threads:
         for _ in range(_ROUNDS):
             begun = time.perf_counter()
-            for moved in [threads.submit(homes[0].read, views[0]), threads.submit(homes[1].write, views[1])]:
+            for moved in [threads.submit(homes[0].read, memory[0]), threads.submit(homes[1].write, memory[1])]:
                 moved.result()
             seconds.append(time.perf_counter() - begun)
     return min(seconds)

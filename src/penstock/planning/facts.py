@@ -9,17 +9,9 @@ from itertools import combinations
 from typing import Any
 
 from penstock.ir.batch_shares import microbatch_size, updating_stages
-from penstock.ir.cluster.cluster import (
-    CLASSES,
-    MEASURED,
-    SPACE_WAY,
-    THREAD_FLOPS,
-    Cluster,
-    Device,
-    Space,
-    class_between,
-)
+from penstock.ir.cluster.cluster import CLASSES, MEASURED, THREAD_FLOPS, Cluster, Device, class_between
 from penstock.ir.cluster.gpus import usual_settings
+from penstock.ir.cluster.spaces import FILE, SPACE_WAYS, Space
 from penstock.ir.graph import Module
 from penstock.passes.communicate.wire import WireOptions
 from penstock.passes.costs.prices import EFFICIENCY
@@ -183,11 +175,11 @@ def _offload_facts(module: Module, calls: Sequence[Call]) -> dict[str, Any]:
     options = next((call.options for call in calls if isinstance(call.options, OffloadOptions)), None)
     if options is None or module.cluster is None:
         return {}
-    homes = (*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages))
-    home = next(filter(None, homes), options.space)
+    homes = {*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages)}
     # A space of the cluster file goes by its name; one that --spill made has a folder and a bandwidth, nothing else.
-    plain = [replace(space, bandwidth=SPACE_WAY[0], latency=SPACE_WAY[1]) for space in module.cluster.spaces]
-    folders = [space.path for space in plain if space == Space(home, path=space.path) and "/" in space.path]
+    bandwidth, latency = SPACE_WAYS[FILE]
+    plain = [replace(s, bandwidth=bandwidth, latency=latency) for s in module.cluster.spaces if s.name in homes]
+    folders = [space.path for space in plain if space == Space(space.name, path=space.path) and "/" in space.path]
     return {"offload": options.what, "spill": folders[0] if folders else options.space}
 
 

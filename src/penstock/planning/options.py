@@ -115,8 +115,8 @@ class PlanOptions:
     )
     spill: str = setting(
         "",
-        "with --offload: the space, a [[space]] of the cluster file or a folder for files (default: the first of the "
-        "cluster, or the folder for temporary files)",
+        "with --offload: the space, a [[space]] of the cluster file or a folder for files (default: the first that a "
+        "device reaches; else the folder for temporary files, and for a GPU memory of its host)",
         shown="SPACE",
         rare=True,
     )

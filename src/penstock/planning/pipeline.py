@@ -10,7 +10,8 @@ from math import prod
 from penstock.frontends.running_statistics import at_rest
 from penstock.frontends.training import Training, attach_loss
 from penstock.ir.attrs import Attr
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import FILE, RAM, SPACE_KINDS, Space
 from penstock.ir.graph import REPLICAS, Mesh, Module
 from penstock.ir.sharding.batch_dims import with_batch_dims
 from penstock.passes.manager import Call, run_passes
@@ -31,8 +32,8 @@ from .watching import SILENT, Feedback
 from .widths.choose import asks_for_widths, with_widths
 
 _DEFAULTS = PlanOptions()
-# The name of a memory space that no cluster file names.
-SPILL = "disk"
+# The names of memory spaces that no cluster file names: files, and memory of the host for GPUs.
+SPILL, HOST_MEMORY = "disk", "host-memory"
 
 
 @dataclass(frozen=True)
@@ -227,17 +228,18 @@ def _space_name(cluster: Cluster, spill: str) -> str:
 
 def _with_space(cluster: Cluster, options: PlanOptions) -> Cluster:
     """Return the cluster with the memory space that `spill` names by its folder, or a space for temporary files where
-    one is needed and there is none."""
+    one is needed and there is none. GPUs get memory of their host where they have no space."""
     if options.offload == "none":
         if options.spill:
             raise UsageError("--spill says where what --offload moves is", hint="add --offload state")
         return cluster
-    own_space = space_of(options.spill)
-    return (
-        cluster
-        if own_space is None or _known(cluster, own_space)
-        else replace(cluster, spaces=(own_space, *cluster.spaces))
-    )
+    own_space, kinds = space_of(options.spill), {device.kind for device in cluster.devices}
+    added = [] if own_space is None or _known(cluster, own_space) else [own_space]
+    if SPACE_KINDS[FILE] not in kinds and not options.spill:
+        added = []
+    if any(SPACE_KINDS[RAM] == device.kind and not cluster.spaces_of(device.name) for device in cluster.devices):
+        added.append(Space.from_fields(HOST_MEMORY, {"kind": RAM}))
+    return replace(cluster, spaces=(*added, *cluster.spaces)) if added else cluster
 
 
 def space_of(spill: str) -> Space | None:
@@ -249,7 +251,11 @@ def space_of(spill: str) -> Space | None:
 def _known(cluster: Cluster, own_space: Space) -> Space | None:
     """Return the space of a cluster in that folder, the first one where none is named."""
     return next(
-        (space for space in cluster.spaces if not own_space.path or (space.path, space.host) == (own_space.path, "")),
+        (
+            space
+            for space in cluster.spaces
+            if space.kind == FILE and (not own_space.path or (space.path, space.host) == (own_space.path, ""))
+        ),
         None,
     )
 
@@ -270,7 +276,8 @@ def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:
 def with_devices(cluster: Cluster, names: Collection[str]) -> Cluster:
     """Return the cluster with these devices alone, in this order."""
     links = tuple(link for link in cluster.links if link.a in names and link.b in names)
-    return replace(cluster, devices=tuple(cluster.device(name) for name in names), links=links)
+    ways = tuple(way for way in cluster.ways if way.device in names)
+    return replace(cluster, devices=tuple(cluster.device(name) for name in names), links=links, ways=ways)
 
 
 def updaters(update_on: str) -> tuple[str, ...]:

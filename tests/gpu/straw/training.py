@@ -2,7 +2,7 @@
 
 In: a folder, and trainings as JSON. Out: a line of JSON: for each the losses of both, and what the drivers of its ranks report: faults, and by device the
 waits of its rank's loop and of other threads, its tasks, and the blocks that are left when everything is done; also
-what the rank's loop told its streams, the graphs that were launched, and what these did. `memory` is what metrics say
+what the rank's loop told its streams, the graphs that were launched, and what these did. `copied` counts copies in and out of a batch. `memory` is what metrics say
 of each rank with a GPU, and what the plan does: the peak, and the room for captured calls.
 """
 
@@ -24,8 +24,9 @@ from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
 from penstock.ir.memory.captured import captured_room
 from penstock.ir.memory.predict import measure_memory
+from penstock.ir.schedule import COPIES
 from penstock.ir.training.optimizers import AdamW
-from penstock.models import write_cnn, write_gpt
+from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.runtime.job.run import run_bundle
 
 
@@ -39,6 +40,10 @@ class Case:
     precision: str = "f32"
     library: str = "none"
     replicas: int = 1
+    packs: int = 1
+    offload: str = "none"
+    split_at: tuple[str, ...] = ()
+    microbatches: int = 4
     shared: bool = False
     backend: str = "tvm"
     steps: int = 4
@@ -50,9 +55,11 @@ def write(name: str, folder: Path) -> api.Model:
         path = write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=20, positions=8)
     elif name == "wide gpt":
         path = write_gpt(folder / "gpt.onnx", layers=2, width=64, heads=1, vocab=80, positions=64)
+    elif name == "mlp":
+        path = write_mlp(folder / "mlp.onnx", [32] * 13, batch=4)
     else:
         path = write_cnn(folder / "cnn.onnx", channels=(1, 4, 4), size=8)
-    return api.from_onnx(path, dims={"batch": 4})
+    return api.from_onnx(path) if name == "mlp" else api.from_onnx(path, dims={"batch": 4})
 
 
 def uses_tensor_cores(module: Module) -> bool:
@@ -65,7 +72,8 @@ def uses_tensor_cores(module: Module) -> bool:
 def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[float]:
     """Train, and return the losses."""
     folder.mkdir(parents=True)
-    training = Training(loss="cross_entropy", optimizer=AdamW(lr=1e-3), microbatches=4)
+    loss = "mse" if case.model == "mlp" else "cross_entropy"
+    training = Training(loss=loss, optimizer=AdamW(lr=1e-3), microbatches=case.microbatches)
     plan = api.plan(
         write(case.model, folder),
         cluster,
@@ -73,8 +81,11 @@ def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[flo
         schedule=case.schedule,
         precision=case.precision,
         cuda_libraries=case.library,
-        microbatches=4,
+        microbatches=case.microbatches,
         replicas=case.replicas,
+        packs=case.packs,
+        offload=case.offload,
+        split_at=list(case.split_at),
     )
     assert case.model != "wide gpt" or uses_tensor_cores(plan.module)
     bundle = api.compile(plan, folder / "bundle", backend=backend)
@@ -109,6 +120,14 @@ def memory(folder: Path) -> dict[str, dict[str, int]]:
     }
 
 
+def copied(folder: Path) -> dict[str, int]:
+    """Return the copies between the device and its homes in a batch of each rank that has any."""
+    schedule = open_bundle(folder / "bundle").module.schedule
+    assert schedule is not None
+    counts = {str(rank): sum(a.kind in COPIES for a in program.batch) for rank, program in schedule.ranks.items()}
+    return {rank: count for rank, count in counts.items() if count}
+
+
 def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
     """Run trainings; return what there is to say of each."""
     said: list[dict[str, object]] = []
@@ -129,6 +148,7 @@ def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
                 "losses": on_straw,
                 "expected": expected,
                 "memory": memory(place / "straw"),
+                "copied": copied(place / "straw"),
                 "faults": [line for line in lines if not line.startswith(("end ", "work "))],
                 "ends": _numbers(lines, "end "),
                 "work": _numbers(lines, "work "),

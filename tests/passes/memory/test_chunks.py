@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 from tests.oracles.drawn_chains import chain_model
 
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module, written_vars
 from penstock.ir.memory.items import home_bytes, resident_bytes, stage_images, users_of
 from penstock.ir.memory.predict import measure_memory, planned_account

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tests.oracles.drawn_chains import chain_model
 
 import penstock as ps
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import stage_images
 from penstock.ir.schedule import Action

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tests.oracles.drawn_chains import chain_model
 
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.interpreter.schedules import run_schedule
@@ -139,11 +140,48 @@ def test_what_gains_nothing_is_refused() -> None:
         offload(compiled("1f1b").but(vars={n: v for n, v in compiled("1f1b").vars.items() if v.role != "state"}))
     with pytest.raises(UsageError, match="reaches no memory space 'tape'"):
         offload(compiled("interleaved"), OffloadOptions("tape"))
+
+
+def test_gpus_have_their_homes_in_memory_of_the_host() -> None:
+    """The controls: files are for CPUs, a home in files is refused, and so is a host that is a byte too small."""
     whole = compiled("interleaved")
     assert whole.cluster is not None
     gpus = replace(whole.cluster, devices=tuple(replace(d, kind="cuda") for d in whole.cluster.devices))
-    with pytest.raises(UsageError, match="CPU devices alone"):
+    with pytest.raises(UsageError, match=r"cpu:0 reaches no memory space.*\n.*\[\[space\]\] of kind ram"):
         offload(whole.but(cluster=gpus))
+    (disk,) = gpus.spaces
+    dram = Space.from_fields("dram", {"kind": "ram"})
+    module = offload(whole.but(cluster=replace(gpus, spaces=(disk, dram))))
+    verify(module)
+    assert {var.home for var in module.vars.values()} == {"", "dram"}
+    assert same(trained(module), trained(whole))
+    held = home_bytes(module)["dram", "localhost"]
+    for bytes, fits in ((sum(held.values()), True), (sum(held.values()) - 1, False)):
+        small = module.but(cluster=replace(gpus, spaces=(replace(dram, bytes=bytes),)))
+        if fits:
+            verify(small)
+        else:
+            with pytest.raises(DoesNotFit, match="space dram: is home to"):
+                verify(small)
+    named = {n: replace(v, home="disk") if v.home else v for n, v in module.vars.items()}
+    with pytest.raises(VerifyError, match="device cpu:0 reaches no memory space 'disk' of kind 'ram'"):
+        verify(module.but(vars=named))
+
+
+def test_each_kind_of_device_has_homes_of_its_own_kind() -> None:
+    """A space that is named is that of the devices that reach it. Of no stage's device, it is refused."""
+    whole = compiled("interleaved")
+    assert whole.cluster is not None
+    first, second = whole.cluster.devices
+    (disk,) = whole.cluster.spaces
+    spaces = (disk, *(Space.from_fields(name, {"kind": "ram"}) for name in ("dram", "far")))
+    mixed = whole.but(cluster=replace(whole.cluster, devices=(first, replace(second, kind="cuda")), spaces=spaces))
+    for name, expected in (("", {"disk", "dram"}), ("disk", {"disk", "dram"}), ("far", {"disk", "far"})):
+        module = offload(mixed, OffloadOptions(name))
+        verify(module)
+        assert {space for space, _ in home_bytes(module)} == expected
+    with pytest.raises(UsageError, match="reaches no memory space 'tape'"):
+        offload(mixed, OffloadOptions("tape"))
 
 
 # ------------------------------------------------------------------------------------------------ refused programs

@@ -22,7 +22,8 @@ from tests.passes.memory.test_offload import (
     trained,
 )
 
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import home_bytes
 from penstock.ir.memory.predict import measure_memory, memory_curve, planned_account

@@ -13,7 +13,8 @@ from tests.passes.memory import test_offload as programs
 from tests.passes.memory.test_offload import CASES, let_sets_go, planned
 
 import penstock as ps
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import measure_memory, planned_account
 from penstock.ir.memory.saved_sets import saved_set

@@ -11,7 +11,8 @@ import pytest
 from tests.oracles.drawn_chains import chain_model
 from tests.passes.memory.test_offload import WIDTHS, edited, same, trained
 
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import home_bytes, stage_images
 from penstock.ir.memory.predict import measure_memory

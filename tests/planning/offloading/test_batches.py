@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.memory.predict import measure_memory
 from penstock.models import write_mlp
 from penstock.passes.planner.plan import PipelinePlan

@@ -13,8 +13,9 @@ import pytest
 
 import penstock as ps
 from penstock.commands.parser import main
-from penstock.ir.cluster.cluster import Cluster, Device, Space
+from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.ir.memory.predict import memory_curve
 from penstock.models import write_mlp

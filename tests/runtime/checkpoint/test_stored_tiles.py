@@ -20,7 +20,8 @@ from safetensors import safe_open
 from penstock.backends.bundle.tensor_file import map_tensors, write_tensors
 from penstock.inspection.exports.weights import export_parameters
 from penstock.inspection.weights import checkpoint_arrays
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.sharding.tiles import copy, cut, packed_tile, seat_of, tile_of, whole_tile
 from penstock.ir.types import parse_type
 from penstock.runtime.checkpoint import format as checkpoints

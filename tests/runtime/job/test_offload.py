@@ -20,7 +20,8 @@ import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.inspection.memory import memory_curves
 from penstock.inspection.views.text import show_memory
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.memory.account import first_difference
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import Action

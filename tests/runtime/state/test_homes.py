@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.ir.cluster.cluster import Cluster, Space
+from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import STATE, Module, Slot, Var
 from penstock.ir.memory.items import ALIGNMENT, Image, images_of
 from penstock.ir.types import TensorType
 from penstock.runtime.state.home_files import LARGE_PAGE, FileHome, home_warnings, in_memory, memory_for
-from penstock.runtime.state.homes import HomedItem, Lanes, open_home
+from penstock.runtime.state.homes import HomedItem
+from penstock.runtime.state.lanes import ThreadLanes
 from penstock.runtime.state.store import Store
 from penstock.support.errors import PenstockError, VerifyError
 
@@ -36,9 +38,12 @@ def image() -> Image:
     return laid_out
 
 
-def item(path, lanes: Lanes | None = None) -> HomedItem:
-    laid_out = image()
-    return HomedItem(laid_out, open_home(Space("disk", path=str(path)), laid_out.nbytes), lanes or Lanes())
+def item(path, lanes: ThreadLanes | None = None) -> HomedItem:
+    return homed_in(path, image(), lanes or ThreadLanes())
+
+
+def homed_in(path, laid_out: Image, lanes: ThreadLanes) -> HomedItem:
+    return HomedItem(laid_out, lanes.open(Space("disk", path=str(path)), laid_out.nbytes), lanes)
 
 
 def drawn() -> dict[str, torch.Tensor]:
@@ -58,14 +63,14 @@ def test_an_image_has_each_variable_at_an_aligned_place() -> None:
 
 
 def test_what_goes_home_comes_back_bit_for_bit(tmp_path) -> None:
-    lanes = Lanes()
+    lanes = ThreadLanes()
     homed, expected = item(tmp_path, lanes), drawn()
     with homed.filling():
         for name, tensor in expected.items():
             homed.tensor(name).copy_(tensor)
             assert homed.tensor(name).data_ptr() % ALIGNMENT == 0
     assert not list(tmp_path.iterdir())  # a file without a name, which nobody has to clear away
-    lanes.done = []
+    lanes.trace()
     for _ in range(2):
         homed.bring("0CI0:o")
         homed.wait()
@@ -76,8 +81,10 @@ def test_what_goes_home_comes_back_bit_for_bit(tmp_path) -> None:
         homed.store("0CO0:o")
         homed.let_go()
         assert all(torch.equal(homed.newest(name), tensor) for name, tensor in expected.items())
-    assert [(copy.text, copy.nbytes) for copy in lanes.done] == 2 * [(t, image().nbytes) for t in ("0CI0:o", "0CO0:o")]
-    assert all(copy.begun <= copy.ended for copy in lanes.done)
+    done = lanes.copied()
+    assert [(copy.text, copy.nbytes) for copy in done] == 2 * [(t, image().nbytes) for t in ("0CI0:o", "0CO0:o")]
+    assert all(copy.begun <= copy.ended for copy in done)
+    assert not lanes.copied()
 
 
 def test_a_copy_apart_is_what_was_at_home_then(tmp_path) -> None:
@@ -101,7 +108,7 @@ class LateHome(FileHome):
         super().__init__(space, nbytes)
         self.may, self.failure = threading.Event(), ""
 
-    def write(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def write(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         assert self.may.wait(20)
         if self.failure:
             raise PenstockError(self.failure)
@@ -112,7 +119,7 @@ def changed_on_the_device(folder: Path) -> tuple[LateHome, HomedItem]:
     """Return a home that has ones, and its item, which has twos on the device."""
     home = LateHome(Space("disk", path=str(folder)), image().nbytes)
     home.may.set()
-    homed = HomedItem(image(), home, Lanes())
+    homed = HomedItem(image(), home, ThreadLanes())
     with homed.filling():
         homed.tensor("a").fill_(1)
     homed.bring()
@@ -125,9 +132,8 @@ def test_a_copy_apart_waits_for_what_is_on_its_way_home(tmp_path) -> None:
     home, homed = changed_on_the_device(tmp_path)
     home.may.clear()
     homed.store()
-    assert homed._cut(home.copied().mapped())["a"].unique().tolist() == [
-        1
-    ]  # the control: at home it is still the old one
+    # The control: at home it is still the old one.
+    assert homed._cut(home.copied())["a"].unique().tolist() == [1]
     threading.Timer(0.05, home.may.set).start()
     assert homed.apart()["a"].unique().tolist() == [2]
     homed.let_go()
@@ -153,7 +159,7 @@ def test_a_copy_that_failed_is_an_error_of_all_that_follows(tmp_path) -> None:
 def test_a_copy_in_that_failed_is_an_error_of_all_that_follows() -> None:
     home = SlowHome("the disk is gone")
     home.may.set()
-    homed = HomedItem(image(), home, Lanes())
+    homed = HomedItem(image(), home, ThreadLanes())
     homed.bring()
     for again in (homed.wait, homed.wait, homed.store, homed.let_go, lambda: homed.newest("a")):
         with pytest.raises(PenstockError, match="the disk is gone"):
@@ -166,9 +172,9 @@ def mapped_bytes() -> int:
 
 
 def test_memory_is_given_back(tmp_path) -> None:
-    space, var = Space("disk", path=str(tmp_path)), Var("m", TensorType("f32", (16 << 20,)), STATE, 0, home="disk")
+    var = Var("m", TensorType("f32", (16 << 20,)), STATE, 0, home="disk")
     (laid_out,) = images_of({"m": var}).values()
-    homed = HomedItem(laid_out, open_home(space, laid_out.nbytes), Lanes())
+    homed = homed_in(tmp_path, laid_out, ThreadLanes())
     with homed.filling():
         pass
     before = mapped_bytes()
@@ -184,19 +190,19 @@ def test_a_copy_says_what_it_moved(tmp_path, monkeypatch) -> None:
     """The control: a copy that leaves a piece out moved less."""
     laid_out = replace(image(), nbytes=9 << 20)
     for left_out, expected in ((None, [9 << 20, 9 << 20]), (1, [5 << 20, 5 << 20])):
-        lanes, whole = Lanes(), FileHome._pieces
-        lanes.done = []
+        lanes, whole = ThreadLanes(), FileHome._pieces
+        lanes.trace()
         monkeypatch.setattr(
             FileHome,
             "_pieces",
             lambda self, left_out=left_out, whole=whole: [p for i, p in enumerate(whole(self)) if i != left_out],
         )
-        homed = HomedItem(laid_out, open_home(Space("disk", path=str(tmp_path)), laid_out.nbytes), lanes)
+        homed = homed_in(tmp_path, laid_out, lanes)
         homed.bring("0CI0:o")
         homed.store("0CO0:o")
         homed.let_go()
         monkeypatch.undo()
-        assert [copy.nbytes for copy in lanes.done] == expected
+        assert [copy.nbytes for copy in lanes.copied()] == expected
 
 
 def test_what_is_away_is_not_read_by_mistake(tmp_path) -> None:
@@ -223,24 +229,26 @@ class SlowHome:
     def __init__(self, failure: str = "") -> None:
         self.may, self.failure = threading.Event(), failure
 
-    def read(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def read(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         assert self.may.wait(20)
         if self.failure:
             raise PenstockError(self.failure)
-        memory[:1] = b"\x07"
+        memory[0] = 7
 
-    def write(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None: ...
+    def write(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None: ...
 
-    def mapped(self) -> mmap.mmap:
+    def write_parts(self, parts, pieces, moved: Callable[[int], None] = lambda nbytes: None) -> None: ...
+
+    def contents(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def copied(self) -> SlowHome:
+    def copied(self) -> torch.Tensor:
         raise NotImplementedError
 
 
 def test_the_program_goes_on_until_it_needs_the_item() -> None:
     home = SlowHome()
-    homed = HomedItem(image(), home, Lanes())
+    homed = HomedItem(image(), home, ThreadLanes())
     homed.bring()
     assert homed.is_here
     threading.Timer(0.05, home.may.set).start()
@@ -251,7 +259,7 @@ def test_the_program_goes_on_until_it_needs_the_item() -> None:
 def test_an_error_of_a_thread_is_raised_where_it_is_waited_for() -> None:
     home = SlowHome("the disk is gone")
     home.may.set()
-    homed = HomedItem(image(), home, Lanes())
+    homed = HomedItem(image(), home, ThreadLanes())
     homed.bring()
     with pytest.raises(PenstockError, match="the disk is gone"):
         homed.wait()
@@ -260,19 +268,19 @@ def test_an_error_of_a_thread_is_raised_where_it_is_waited_for() -> None:
 def test_a_copy_that_does_not_move_on_is_given_up() -> None:
     """The control: one that gets on, slowly, is waited for longer than that."""
     home = SlowHome()
-    homed = HomedItem(image(), home, Lanes(timeout=0.05))
+    homed = HomedItem(image(), home, ThreadLanes(timeout=0.05))
     homed.bring("0CI0:o")
     with pytest.raises(PenstockError, match=r"0CI0:o: copying .* from memory space disk has not moved on for 0.05 s"):
         homed.wait()
     home.may.set()
 
     class Slowly(SlowHome):
-        def read(self, memory: memoryview, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        def read(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
             for _ in range(10):
                 self.may.wait(0.02)
                 moved(1)
 
-    homed = HomedItem(image(), Slowly(), Lanes(timeout=0.1))
+    homed = HomedItem(image(), Slowly(), ThreadLanes(timeout=0.1))
     homed.bring()
     homed.wait()
 
@@ -282,18 +290,18 @@ def test_what_is_written_stands_in_no_cache(tmp_path) -> None:
     if in_memory(str(tmp_path)):
         pytest.skip("files of this folder lie in memory")
     home, memory = FileHome(Space("disk", path=str(tmp_path)), 8 << 20), memory_for(8 << 20)
-    memory[:1] = b"\x07"
-    home.write(memoryview(memory))
-    home.read(memoryview(memory))
-    assert cached_pages(home.mapped()) == 0
-    mapped = home.mapped()
-    assert mapped[0] == 7
-    assert cached_pages(mapped) > 0
+    memory[0] = 7
+    home.write(memory)
+    home.read(memory)
+    contents = home.contents()
+    assert cached_pages(contents) == 0
+    assert contents[0] == 7
+    assert cached_pages(contents) > 0
 
 
-def advised(memory: mmap.mmap) -> list[tuple[int, int]]:
+def advised(memory: torch.Tensor) -> list[tuple[int, int]]:
     """The parts of memory for which the system was asked for large pages, as it says itself."""
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = memory.data_ptr()
     parts, start, end = list[tuple[int, int]](), 0, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -313,7 +321,7 @@ def test_large_pages_are_wholly_inside_of_memory(nbytes: int) -> None:
     assert bool(edges) == (nbytes >= 2 * LARGE_PAGE)
     plain = mmap.mmap(-1, 2 * LARGE_PAGE + 4096 * 3)
     plain.madvise(mmap.MADV_HUGEPAGE)
-    assert any(edge % LARGE_PAGE for part in advised(plain) for edge in part)
+    assert any(edge % LARGE_PAGE for part in advised(torch.frombuffer(plain, dtype=torch.uint8)) for edge in part)
 
 
 def refused(file: int) -> None:
@@ -328,10 +336,11 @@ def test_a_file_system_that_refuses_direct_pieces_goes_by_the_cache(tmp_path, mo
     monkeypatch.setattr(os, "pwrite", lambda file, *how: refused(file) or write(file, *how))
     monkeypatch.setattr(os, "preadv", lambda file, *how: refused(file) or read(file, *how))
     home, memory, back = FileHome(Space("disk", path=str(tmp_path)), 8192), memory_for(8192), memory_for(8192)
-    memory[5000:5003] = b"abc"
-    home.write(memoryview(memory))
-    home.read(memoryview(back))
-    assert back[:] == memory[:]
+    memory[5000:5003] = 7
+    home.write(memory)
+    home.read(back)
+    assert torch.equal(back, memory)
+    assert back.count_nonzero() == 3
 
     def fails(*how: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -351,7 +360,7 @@ def test_a_file_that_takes_no_more_is_an_error(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "pwrite", nothing)
     with pytest.raises(PenstockError, match=r"cannot write to memory space disk.*the file takes 0 bytes and no more"):
-        home.write(memoryview(memory_for(8192)))
+        home.write(memory_for(8192))
 
 
 def test_a_file_is_closed_with_its_home_and_not_before_threads_end(tmp_path, monkeypatch) -> None:
@@ -369,10 +378,10 @@ def test_a_file_is_closed_with_its_home_and_not_before_threads_end(tmp_path, mon
         os.fstat(file)
 
 
-def cached_pages(memory: mmap.mmap) -> int:
+def cached_pages(memory: torch.Tensor) -> int:
     pages = len(memory) // mmap.PAGESIZE
     found = (ctypes.c_ubyte * pages)()
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = memory.data_ptr()
     library = ctypes.CDLL(None, use_errno=True)
     assert library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), found) == 0
     return sum(page & 1 for page in found)
@@ -392,7 +401,7 @@ def test_a_folder_that_has_no_room_says_so_at_once(tmp_path) -> None:
     small = FileHome(Space("disk", path=str(tmp_path)), 4096)
     os.ftruncate(small._file, 100)
     with pytest.raises(PenstockError, match=r"cannot read from memory space disk.*the file ends at 100 bytes"):
-        small.read(memoryview(memory_for(4096)))
+        small.read(memory_for(4096))
 
 
 def test_a_home_in_memory_is_warned_of(tmp_path) -> None:
@@ -403,7 +412,7 @@ def test_a_home_in_memory_is_warned_of(tmp_path) -> None:
 
 
 def test_threads_that_copy_end_with_their_rank(tmp_path) -> None:
-    before, lanes = set(threading.enumerate()), Lanes()
+    before, lanes = set(threading.enumerate()), ThreadLanes()
     homed = item(tmp_path, lanes)
     with homed.filling():
         pass

@@ -151,7 +151,7 @@ def _measured(arguments: Namespace, cluster: Cluster) -> Cluster:
     if arguments.cluster:
         return cluster
     cluster, space = measured_cluster(cluster, say), space_of(arguments.spill or "")
-    if arguments.offload in (None, "none") or space is None:
+    if arguments.offload in (None, "none") or space is None or all(d.kind != "cpu" for d in cluster.devices):
         return cluster
     return with_measured_way(cluster, space, say)
 

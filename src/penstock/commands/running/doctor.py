@@ -20,7 +20,7 @@ from penstock.support.words import shown_bytes
 
 if TYPE_CHECKING:
     from penstock.doctor.examine import DoctorReport
-    from penstock.ir.cluster.cluster import Device
+    from penstock.ir.cluster.cluster import Cluster, Device
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def _plain(report: DoctorReport) -> dict[str, object]:
             "links": [asdict(link) for link in report.cluster.links],
             "hosts": [asdict(host) for host in report.cluster.hosts],
             "classes": {c.kind: c.fields() for c in report.cluster.classes},
+            "spaces": [{"name": space.name, **space.fields()} for space in report.cluster.spaces],
         },
         "pairs": [
             {"hosts": [report.hosts[i].name for i in pair], **wire._asdict()} for pair, wire in report.pairs.items()
@@ -169,11 +170,18 @@ def _lines(report: DoctorReport) -> list[str]:
     ]
     shares_of = "columns products to elements: share of GFLOP/s that this work reaches"
     lines += [table(heads, rows), "", shares_of, *_sheet_lines(report.cluster.devices), ""]
-    wires = [[c.kind, f"{c.bandwidth / 1e9:.3g}", f"{c.latency * 1e6:.1f}"] for c in report.cluster.classes]
-    wires += [
-        [f"{link.a} - {link.b}", f"{link.bandwidth / 1e9:.3g}", f"{link.latency * 1e6:.1f}"]
-        for link in report.cluster.links
-    ]
-    if wires:
-        lines += [table(["link", "GB/s", "latency us"], wires), ""]
+    lines += _link_lines(report.cluster)
     return [*lines, f"measured in {report.seconds:.0f} s"]
+
+
+def _link_lines(cluster: Cluster) -> list[str]:
+    """Return the rates of links, and of ways to disks."""
+    wires = [[c.kind, f"{c.bandwidth / 1e9:.3g}", f"{c.latency * 1e6:.1f}"] for c in cluster.classes]
+    wires += [
+        [f"{link.a} - {link.b}", f"{link.bandwidth / 1e9:.3g}", f"{link.latency * 1e6:.1f}"] for link in cluster.links
+    ]
+    wires += [
+        [" of ".join(filter(None, (space.name, space.host))), f"{space.bandwidth / 1e9:.3g}", "-"]
+        for space in cluster.spaces
+    ]
+    return [table(["link", "GB/s", "latency us"], wires), ""] if wires else []

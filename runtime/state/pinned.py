@@ -1,0 +1,78 @@
+"""Pinned memory of the host, which a GPU copies from and to by itself, and homes of items there.
+
+In: memory that is there, or a number of bytes. Out: memory that CUDA has pinned, or a `HostHome` in such memory.
+
+Torch's allocator of pinned memory rounds each block up to a power of two. So homes are memory of their own that is
+registered with CUDA, to the page. It is filled with zeros and pinned when a run begins: a host that is too small for it
+says so before training begins.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.ir.cluster.spaces import Space
+from penstock.support.errors import DoesNotFit
+from penstock.support.words import shown_bytes
+
+
+def pin(address: int, nbytes: int, device: torch.device, what: str, hint: str) -> None:
+    """Pin memory, and say `what` it is and what helps where CUDA refuses."""
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+    if code:
+        raise DoesNotFit(f"CUDA pinned no {shown_bytes(nbytes)} {what}: error {code}", hint=hint)
+
+
+def unpin(address: int, device: torch.device) -> None:
+    """Let go of pinned memory."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+class HostHome:
+    """A home in pinned memory of the host. What it is told, the current stream of the device does when it gets there.
+    Its contents are for the host to read once that is done."""
+
+    def __init__(self, space: Space, nbytes: int, device: torch.device) -> None:
+        hint = "a larger host, `ulimit -l`, or --offload none"
+        try:
+            memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise DoesNotFit(
+                f"no {shown_bytes(nbytes)} of memory space {space.name}: {error.strerror}", hint=hint
+            ) from error
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        address = self._memory.data_ptr()
+        pin(address, len(memory), device, f"of memory space {space.name}", hint)
+        # At the end of the process the device may still copy, and the system takes all of it back.
+        weakref.finalize(self, unpin, address, device).atexit = False
+
+    def read(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        memory.copy_(self._memory[: memory.numel()], non_blocking=True)
+        moved(memory.numel())
+
+    def write(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        self._memory[: memory.numel()].copy_(memory, non_blocking=True)
+        moved(memory.numel())
+
+    def write_parts(
+        self,
+        parts: Sequence[tuple[int, torch.Tensor]],
+        pieces: torch.Tensor,
+        moved: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Write values that lie apart, each to its place: no `pieces` are needed."""
+        for place, part in parts:
+            self._memory[place : place + part.numel()].copy_(part, non_blocking=True)
+        moved(sum(part.numel() for _, part in parts))
+
+    def contents(self) -> torch.Tensor:
+        return self._memory
+
+    def copied(self) -> torch.Tensor:
+        return self._memory.clone()
