@@ -61,7 +61,7 @@ from penstock.runtime.messages.control import (
 )
 from penstock.runtime.messages.defaults import AHEAD, HEARTBEAT, QUEUE, THROUGHPUT, TIMEOUT, WARN, WRAP
 from penstock.runtime.messages.ledger import CopyTimes, LedgerEntry
-from penstock.runtime.state.home_files import home_warnings
+from penstock.runtime.state.home_folders import home_warnings
 from penstock.runtime.telemetry.steps import StepsUnderWay
 from penstock.runtime.telemetry.trace import CollectiveTimes, Event
 from penstock.runtime.worker.evaluation import count_evaluation, mean_loss

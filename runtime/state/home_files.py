@@ -22,10 +22,11 @@ from contextlib import suppress
 
 import torch
 
-from penstock.ir.cluster.spaces import FILE, Space
-from penstock.ir.graph import Module
+from penstock.ir.cluster.spaces import Space
 from penstock.support.errors import PenstockError
 from penstock.support.words import shown_bytes
+
+from .home_folders import folder_of
 
 _PIECE = 4 << 20
 # What goes through the cache is flushed after so many bytes: until then the system holds it in memory.
@@ -33,8 +34,6 @@ _FLUSHED = 32 << 20
 # Direct reads and writes are of whole blocks, from memory that begins at one.
 _BLOCK = 4096
 LARGE_PAGE = 2 << 20
-# File systems whose files lie in memory.
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 def room_of(nbytes: int) -> int:
@@ -188,38 +187,6 @@ class _Gathering:
             if place + part.numel() > end:
                 return
             self._next += 1
-
-
-def folder_of(space: Space) -> str:
-    """Return the folder of a space."""
-    return space.path or tempfile.gettempdir()
-
-
-def in_memory(folder: str) -> str:
-    """Name the file system of a folder whose files lie in memory; nothing where they do not, or where the system does
-    not say."""
-    try:
-        device = os.stat(folder).st_dev
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            lines = [line.split() for line in mounts]
-    except OSError:
-        return ""
-    place = f"{os.major(device)}:{os.minor(device)}"
-    kinds = {line[2]: line[line.index("-") + 1] for line in lines if "-" in line}
-    kind = kinds.get(place, "")
-    return kind if kind in _IN_MEMORY else ""
-
-
-def home_warnings(module: Module) -> Iterator[str]:
-    """Yield what is wrong with the folders of spaces that a module has homes in, as far as this host can tell."""
-    names = {*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages)}
-    for space in () if module.cluster is None else module.cluster.spaces:
-        folder = folder_of(space)
-        if space.name in names and space.kind == FILE and (kind := in_memory(folder)):
-            yield (
-                f"memory space {space.name} is in {folder}, a {kind}, whose files lie in memory: what is at home there "
-                "frees none; --spill or TMPDIR names a folder on a disk"
-            )
 
 
 def _without_cache(file: int) -> bool:

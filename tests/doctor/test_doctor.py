@@ -14,7 +14,6 @@ import sys
 import types
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from penstock.commands.parser import main
@@ -247,34 +246,6 @@ def test_the_command_writes_a_file_that_plans_take(
     assert re.search(r"^disk +1.5 ", out, re.MULTILINE)
 
 
-def test_a_disk_that_cannot_be_measured_is_told_and_one_in_memory_is_none(
-    quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(space: object) -> float:
-        raise PenstockError("the disk is full")
-
-    monkeypatch.setattr(doctor, "measured_bandwidth", full)
-    report = examine([1])
-    assert report is not None
-    assert not report.cluster.spaces
-    assert any("could not be measured: the disk is full" in problem for problem in report.problems)
-    monkeypatch.setattr(doctor, "in_memory", lambda folder: "tmpfs")
-    report = examine([1])
-    assert report is not None
-    assert (report.cluster.spaces, report.hosts[0].disk) == ((), None)
-    assert not any("could not be measured" in problem for problem in report.problems)
-
-
-def test_each_host_has_its_own_disk(quick: None) -> None:
-    report = examine([1])
-    assert report is not None
-    (host,) = report.hosts
-    others = [
-        msgspec.structs.replace(host, name=name, disk=rate) for name, rate in (("a", 1e9), ("b", None), ("c", 2e9))
-    ]
-    assert [(space.host, space.bandwidth) for space in cluster_of(others, {}).spaces] == [("a", 1e9), ("c", 2e9)]
-
-
 def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     monkeypatch.setattr(
@@ -337,7 +308,6 @@ def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path, monkeypatch: pyt
 def test_all_problems_are_said(
     quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penstock.support.errors import PenstockError
 
     def broken(*given: object) -> list[object]:
         raise PenstockError("no compiler")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.doctor import ways
+from penstock.doctor import examine, ways
+from penstock.doctor.examine import HostFacts, cluster_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.cluster.spaces import FILE, SPACE_WAYS, Space
 from penstock.support.cache import Cache, cache_folder
+from penstock.support.errors import PenstockError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 CLUSTER = Cluster.local(1)
@@ -50,3 +52,29 @@ def test_control_what_cannot_or_shall_not_be_measured_is_assumed(
     monkeypatch.setattr(ways, "_seconds", lambda space: pytest.fail("it was measured"))
     here = Space("disk", path=str(tmp_path))
     assert ways.with_measured_way(CLUSTER, here, said.append).spaces == (here,)
+
+
+def test_a_disk_that_cannot_be_measured_is_told_and_one_in_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+
+    def full(space: object) -> float:
+        raise PenstockError("the disk is full")
+
+    monkeypatch.setattr(examine, "in_memory", lambda folder: "")
+    assert examine._measured_disk(lambda text: None, problems) is not None
+    monkeypatch.setattr(examine, "measured_bandwidth", full)
+    assert examine._measured_disk(lambda text: None, problems) is None
+    assert ["could not be measured: the disk is full" in problem for problem in problems] == [True]
+    monkeypatch.setattr(examine, "in_memory", lambda folder: "tmpfs")
+    assert examine._measured_disk(lambda text: None, problems) is None
+    assert len(problems) == 1
+
+
+def test_each_host_has_its_own_disk() -> None:
+    plain = [{"name": "cpu:0", "fields": CLUSTER.devices[0].fields(), "spaces": {}}]
+    hosts = [
+        HostFacts(name, "", {}, "", 4, None, {}, 1 << 34, None, plain, None, None, [], disk=rate)
+        for name, rate in (("a", 1e9), ("b", None), ("c", 2e9))
+    ]
+    assert [(space.host, space.bandwidth) for space in cluster_of(hosts, {}).spaces] == [("a", 1e9), ("c", 2e9)]
+    assert [(space.host, space.bandwidth) for space in cluster_of(hosts[:1], {}).spaces] == [("", 1e9)]

@@ -48,7 +48,7 @@ from penstock.runtime.group.group import RankGroup
 from penstock.runtime.group.hosts import in_group, place_of
 from penstock.runtime.group.meet import join_environment
 from penstock.runtime.launch.local import thread_environment
-from penstock.runtime.state.home_files import folder_of, in_memory
+from penstock.runtime.state.home_folders import folder_of, in_memory
 from penstock.support import hardware as machine
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.helper_processes import failure, outputs, start

@@ -21,7 +21,8 @@ from dataclasses import replace
 from penstock.backends.tvm.fingerprint import key_of
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.cluster.spaces import Space
-from penstock.runtime.state.home_files import FileHome, folder_of, memory_for
+from penstock.runtime.state.home_files import FileHome, memory_for
+from penstock.runtime.state.home_folders import folder_of
 from penstock.support.cache import Cache, cache_folder
 from penstock.support.errors import PenstockError
 

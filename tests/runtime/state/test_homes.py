@@ -23,7 +23,8 @@ from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import STATE, Module, Slot, Var
 from penstock.ir.memory.items import ALIGNMENT, Image, images_of
 from penstock.ir.types import TensorType
-from penstock.runtime.state.home_files import LARGE_PAGE, FileHome, home_warnings, in_memory, memory_for
+from penstock.runtime.state.home_files import LARGE_PAGE, FileHome, memory_for
+from penstock.runtime.state.home_folders import home_warnings, in_memory
 from penstock.runtime.state.homes import HomedItem
 from penstock.runtime.state.lanes import ThreadLanes
 from penstock.runtime.state.store import Store
