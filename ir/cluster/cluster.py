@@ -299,16 +299,24 @@ class Cluster:
         return spaces[name]
 
     def way(self, device: str, space: Space) -> Path:
-        """Return what copies between a device and a space go through, in each direction: a way of its own, the links of
-        a GPU with its host, and what all devices of the host share. Names of shares are those of this end."""
+        """Return what copies between a device and a space go through, in each direction: its way there, the card of
+        that way, with the rate of the fastest of its ways, and what all devices of the host share. A GPU without a way
+        of its own has that of its link with the host."""
         host = self.device(device).host
         usual = SpaceWay(device, space.name, *self.link_class(HOST_TO_DEVICE)) if space.kind == RAM else None
         ways = (way for way in self.ways if (way.device, way.space) == (device, space.name))
         alone = next(ways, usual)
-        shares = [] if alone is None else [(alone.nic or device, alone.bandwidth)]
+        shares = [] if alone is None else [(f"{device} on {host}", alone.bandwidth)]
+        if alone is not None and alone.nic:
+            together = (way.bandwidth for way in self.ways if way.nic == alone.nic and self._host_of(way) == host)
+            shares.append((f"{alone.nic} on {host}", max(together)))
         shares += [(host, space.bandwidth)] if space.bandwidth else []
         latency = space.latency if alone is None else alone.latency
-        return Path(min(rate for _, rate in shares), latency, tuple(shares))
+        return Path(min((rate for _, rate in shares), default=math.inf), latency, tuple(shares))
+
+    def _host_of(self, way: SpaceWay) -> str:
+        """Return the host of the device of a way; of one that is not there, none."""
+        return self._devices[way.device].host if way.device in self._devices else ""
 
     def shares_memory(self, a: str, b: str) -> bool:
         """Return whether ranks on two devices hand messages over in memory, rather than through sockets."""

@@ -1,6 +1,7 @@
 """Cluster files: a Cluster from TOML or YAML, with every problem reported at once, and back.
 
-A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every key but names has a default:
+A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every key but names, and the bandwidth of a
+way, has a default:
 
     [[device]]                                [[link]]
     name = "cpu:0"                            a = "cpu:0"
@@ -163,7 +164,7 @@ class _ClusterReader:
         links = [self._link(i, table) for i, table in enumerate(self._tables(data, "link"))]
         classes = list(self._classes(data.get("links", {})))
         spaces = [self._space(i, table) for i, table in enumerate(self._tables(data, "space"))]
-        ways = list(filter(None, (self._way(i, table) for i, table in enumerate(self._tables(data, "way")))))
+        ways = [self._way(i, table) for i, table in enumerate(self._tables(data, "way"))]
         self._check_names(found_hosts, devices, links)
         self._check_spaces(spaces, found_hosts)
         self._check_ways(ways, devices, spaces)
@@ -222,11 +223,11 @@ class _ClusterReader:
         for i, way in enumerate(ways):
             where, device = f"way {i}", hosts.get(way.device)
             reached = [s for s in spaces if s.name == way.space and device and s.host in ("", device.host)]
-            if device is None:
+            if device is None and way.device:
                 self.problems.append(f"{where}: no device {way.device!r}")
-            elif not reached:
+            elif device is not None and way.space and not reached:
                 self.problems.append(f"{where}: no space {way.space!r} on the host of {way.device!r}")
-            elif SPACE_KINDS.get(reached[0].kind, device.kind) != device.kind:
+            elif device is not None and reached and all(SPACE_KINDS.get(s.kind) != device.kind for s in reached):
                 self.problems.append(f"{where}: {way.device!r} has no use for a space of kind {reached[0].kind!r}")
             if (way.device, way.space) in seen:
                 self.problems.append(f"{where}: {way.device!r} and {way.space!r} have two ways")
@@ -350,12 +351,12 @@ class _ClusterReader:
         bandwidth, latency = SPACE_WAYS.get(values.get("kind", FILE), SPACE_WAYS[FILE])
         return Space(**{"name": "", "bandwidth": bandwidth, "latency": latency, **values})
 
-    def _way(self, index: int, table: Mapping[str, object]) -> SpaceWay | None:
+    def _way(self, index: int, table: Mapping[str, object]) -> SpaceWay:
         where = f"way {index}"
         values = self._take(where, table, _WAY)
         missing = [key for key in ("device", "space", "bandwidth") if key not in table]
         self.problems += [f"{where}: {key} is missing" for key in missing]
-        return SpaceWay(**values) if {"device", "space", "bandwidth"} <= values.keys() else None
+        return SpaceWay(**{"device": "", "space": "", "bandwidth": 1.0, **values})
 
     def _link(self, index: int, table: Mapping[str, object]) -> Link:
         where = f"link {index}"

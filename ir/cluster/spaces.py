@@ -70,4 +70,6 @@ class SpaceWay:
     @staticmethod
     def from_fields(device: str, space: str, given: Mapping[str, Scalar]) -> SpaceWay:
         refuse_unknown(given, SpaceWay)
+        if "bandwidth" not in given:
+            raise ValueError("a way needs a bandwidth")
         return SpaceWay(device, space, **given)  # type: ignore[arg-type]

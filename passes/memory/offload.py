@@ -191,7 +191,9 @@ def _home(module: Module, stage: int, space: str) -> str:
     """Name the space where what a stage lets go of is at home."""
     names = {_space_of(module, name, space) for name in module.devices_of(stage)}
     if len(names) > 1:
-        raise UsageError(f"devices of stage {stage} reach different spaces", where="offload", hint="name one of them")
+        kinds = {module.cluster.device(name).kind for name in module.devices_of(stage) if module.cluster is not None}
+        hint = "name one of them" if len(kinds) == 1 else "no space is for processors and GPUs"
+        raise UsageError(f"devices of stage {stage} reach different spaces", where="offload", hint=hint)
     return names.pop()
 
 

@@ -101,7 +101,8 @@ class HomedItem:
         if self._memory is not None:
             raise VerifyError("is on the device already", where=self._where)
         home = self._home
-        memory = self._memory = self._lanes.memory(self.image.nbytes, zeros=home is None)
+        # What is filled for the first time begins with zeros: padding stays so.
+        memory = self._memory = self._lanes.memory(self.image.nbytes, zeros=home is None or not filled)
         self._tensors = self._cut(memory)
         if filled and home is not None:
             self._coming = self._lanes.begin(text, COPY_IN, self.image, lambda moved: home.read(memory, moved))

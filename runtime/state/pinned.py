@@ -3,13 +3,12 @@
 In: memory that is there, or a number of bytes. Out: memory that CUDA has pinned, or a `HostHome` in such memory.
 
 Torch's allocator of pinned memory rounds each block up to a power of two. So homes are memory of their own that is
-registered with CUDA, to the page. It is filled with zeros and pinned when a run begins: a host that is too small for it
-says so before training begins.
+registered with CUDA, to the page. All of it is taken when a run begins, and refused where the host has less that is
+free.
 """
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -17,7 +16,10 @@ import torch
 
 from penstock.ir.cluster.spaces import Space
 from penstock.support.errors import DoesNotFit
+from penstock.support.hardware import free_memory
 from penstock.support.words import shown_bytes
+
+from .home_files import memory_for
 
 
 def pin(address: int, nbytes: int, device: torch.device, what: str, hint: str) -> None:
@@ -35,29 +37,26 @@ def unpin(address: int, device: torch.device) -> None:
 
 
 class HostHome:
-    """A home in pinned memory of the host. What it is told, the current stream of the device does when it gets there.
-    Its contents are for the host to read once that is done."""
+    """A home in pinned memory of the host. Reads and writes are copies in the current stream of the device. The host
+    may read the contents once the device has done them."""
 
     def __init__(self, space: Space, nbytes: int, device: torch.device) -> None:
-        hint = "a larger host, `ulimit -l`, or --offload none"
-        try:
-            memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise DoesNotFit(
-                f"no {shown_bytes(nbytes)} of memory space {space.name}: {error.strerror}", hint=hint
-            ) from error
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-        address = self._memory.data_ptr()
-        pin(address, len(memory), device, f"of memory space {space.name}", hint)
+        hint, free = "a larger host, `ulimit -l`, or --offload none", free_memory()
+        if free is not None and nbytes > free:
+            what = f"no {shown_bytes(nbytes)} of memory space {space.name}, of this host {shown_bytes(free)} are free"
+            raise DoesNotFit(what, hint=hint)
+        memory = memory_for(nbytes)
+        self._memory, address = memory[:nbytes], memory.data_ptr()
+        pin(address, memory.numel(), device, f"of memory space {space.name}", hint)
         # At the end of the process the device may still copy, and the system takes all of it back.
         weakref.finalize(self, unpin, address, device).atexit = False
 
     def read(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
-        memory.copy_(self._memory[: memory.numel()], non_blocking=True)
+        memory.copy_(self._memory, non_blocking=True)
         moved(memory.numel())
 
     def write(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
-        self._memory[: memory.numel()].copy_(memory, non_blocking=True)
+        self._memory.copy_(memory, non_blocking=True)
         moved(memory.numel())
 
     def write_parts(
@@ -69,7 +68,7 @@ class HostHome:
         """Write values that lie apart, each to its place: no `pieces` are needed."""
         for place, part in parts:
             self._memory[place : place + part.numel()].copy_(part, non_blocking=True)
-        moved(sum(part.numel() for _, part in parts))
+        moved(self._memory.numel())
 
     def contents(self) -> torch.Tensor:
         return self._memory

@@ -25,9 +25,10 @@ from .store import Store
 
 @dataclass(slots=True)
 class _Away:
-    """The set of a microbatch that has a home: the copies that go on, if any."""
+    """The set of a microbatch that has a home: the copies that go on, if any, and what is copied home meanwhile."""
 
     home: Home
+    parts: Sequence[tuple[int, torch.Tensor]] = ()
     leaving: Copying | None = None
     coming: Copying | None = None
 
@@ -59,7 +60,9 @@ class SavedSets:
             what = "is at home already" if mb in self._away else "has no home: all are taken"
             raise VerifyError(f"what microbatch {mb} saved {what}", where=text)
         away = self._away[mb] = _Away(self._free.pop())
-        flat = [(self.saved.places[name], tensors[name].detach().reshape(-1).view(torch.uint8)) for name in self.names]
+        away.parts = flat = [
+            (self.saved.places[name], tensors[name].detach().reshape(-1).view(torch.uint8)) for name in self.names
+        ]
         flat.sort(key=lambda part: part[0])
         away.leaving = self._lanes.begin(
             text, COPY_OUT, self.saved, lambda moved: away.home.write_parts(flat, self._pieces, moved)
@@ -70,7 +73,7 @@ class SavedSets:
         away = self._of(mb)
         if away.leaving is not None:
             away.leaving.wait()
-            away.leaving = None
+            away.leaving, away.parts = None, ()
 
     def bring(self, mb: int, text: str) -> dict[str, torch.Tensor]:
         """Take memory for a set, and begin to copy what is at home into it. Return its values, which are there once

@@ -219,33 +219,39 @@ def _layouts(options: PlanOptions) -> tuple[str, ...]:
 
 def _space_name(cluster: Cluster, spill: str) -> str:
     """Name the space that `spill` stands for; nothing where that is the first of the cluster."""
-    own_space = space_of(spill)
+    own_space = _own_space(cluster, spill)
     if own_space is None or not own_space.path:
         return spill
     known = _known(cluster, own_space)
-    return SPILL if known is None else known.name
+    return own_space.name if known is None else known.name
 
 
 def _with_space(cluster: Cluster, options: PlanOptions) -> Cluster:
-    """Return the cluster with the memory space that `spill` names by its folder, or a space for temporary files where
-    one is needed and there is none. GPUs get memory of their host where they have no space."""
+    """Return the cluster with the memory space that `spill` names by its folder. Devices that reach no space get one
+    behind those of the cluster: for temporary files, or for GPUs memory of their host."""
     if options.offload == "none":
         if options.spill:
             raise UsageError("--spill says where what --offload moves is", hint="add --offload state")
         return cluster
-    own_space, kinds = space_of(options.spill), {device.kind for device in cluster.devices}
-    added = [] if own_space is None or _known(cluster, own_space) else [own_space]
-    if SPACE_KINDS[FILE] not in kinds and not options.spill:
-        added = []
-    if any(SPACE_KINDS[RAM] == device.kind and not cluster.spaces_of(device.name) for device in cluster.devices):
-        added.append(Space.from_fields(HOST_MEMORY, {"kind": RAM}))
-    return replace(cluster, spaces=(*added, *cluster.spaces)) if added else cluster
+    own_space, result = _own_space(cluster, options.spill), cluster
+    if own_space is not None and own_space.path and not _known(cluster, own_space):
+        result = replace(result, spaces=(own_space, *result.spaces))
+    for kind, name in ((FILE, SPILL), (RAM, HOST_MEMORY)):
+        if any(SPACE_KINDS[kind] == d.kind and not result.spaces_of(d.name) for d in result.devices):
+            result = replace(result, spaces=(*result.spaces, Space.from_fields(name, {"kind": kind})))
+    return result
 
 
 def space_of(spill: str) -> Space | None:
     """Return the memory space that `spill` makes: one in its folder, or for temporary files if it is empty; None where
     it names a space of the cluster."""
     return None if spill and "/" not in spill else Space(SPILL, path=spill)
+
+
+def _own_space(cluster: Cluster, spill: str) -> Space | None:
+    """Return the space that `spill` makes in a cluster, under a name that none of its spaces has."""
+    own_space, names = space_of(spill), {space.name for space in cluster.spaces}
+    return own_space if own_space is None or SPILL not in names else replace(own_space, name=f"{SPILL}-of-spill")
 
 
 def _known(cluster: Cluster, own_space: Space) -> Space | None:

@@ -47,6 +47,12 @@ def moved_item(lanes: StreamLanes) -> tuple[list[float], int]:
     with item.filling():
         for name in TYPES:
             item.tensor(name).fill_(1)
+    (apart,) = images_of(variables).values()
+    # What is filled for the first time begins with zeros.
+    fresh = HomedItem(apart, lanes.open(SPACE, apart.nbytes), lanes)
+    with fresh.filling():
+        pass
+    worst = [off(fresh.newest(name), 0) for name in TYPES]
     seen, before = list[torch.Tensor](), waits()
     lanes.trace()
     for turn in range(TURNS):
@@ -55,12 +61,12 @@ def moved_item(lanes: StreamLanes) -> tuple[list[float], int]:
         for name in TYPES:
             item.tensor(name).mul_(2)
         item.store(f"0CO{turn}:o")
-        # Another block of as much memory, which the computations of the next turn overwrite what went with.
+        # Other memory, which may be where the item was.
         item.let_go()
         seen.append(torch.full((image.nbytes,), 255, dtype=torch.uint8, device=lanes.device))
     waited = waits() - before
-    apart = item.apart()
-    worst = [off(item.newest(name), 2**TURNS) for name in TYPES]
+    aside = item.apart()
+    worst += [off(item.newest(name), 2**TURNS) for name in TYPES]
     item.bring()
     item.wait()
     for name in TYPES:
@@ -69,7 +75,7 @@ def moved_item(lanes: StreamLanes) -> tuple[list[float], int]:
     item.store()
     item.let_go()
     worst += [off(item.newest(name), 7) for name in TYPES]
-    worst += [off(apart[name], 2**TURNS) for name in TYPES]
+    worst += [off(aside[name], 2**TURNS) for name in TYPES]
     return worst, waited
 
 

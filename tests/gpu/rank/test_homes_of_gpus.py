@@ -68,12 +68,11 @@ def test_copies_of_items_and_sets(program: Program) -> None:
     names = [f"0{kind}{turn}:o" for turn in range(5) for kind in ("CI", "CO")]
     names += ["0CO0:a0", "0CO1:a0", "0CI0:a0", "0CO2:a0", "0CI1:a0"]
     assert [copy[0] for copy in said["copies"]] == names
-    assert {copy[1] for copy in said["copies"][:10]} == {6016 + 192}
-    assert {copy[1] for copy in said["copies"][10:] if "CO" in copy[0]} == {6000 + 154}
+    assert {copy[1] for copy in said["copies"]} == {6016 + 192}
     assert all(seconds >= 0 and waited >= 0 for _, _, seconds, waited in said["copies"])
 
 
 def test_control_a_copy_that_nothing_waits_for_is_noticed(program: Program) -> None:
-    """A copy home begins before the device has made what it is to copy, or when the memory is given back."""
-    with pytest.raises(AssertionError, match=r"CUDA error: pointer: copy: .* which was freed"):
+    """No stream waits for another one: a copy is of memory that was given back, or not done when it was waited for."""
+    with pytest.raises(AssertionError, match="RuntimeError: CUDA error"):
         program("gpu.rank.homes", devices=1, STRAW_FAULT="stream")

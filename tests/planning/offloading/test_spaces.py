@@ -82,3 +82,30 @@ def test_the_rate_of_a_way_is_that_of_its_copies(model: ps.Model) -> None:
     assert seconds(*(SpaceWay(name, "dram", 1e10, 5e-5) for name in names)) == usual
     assert usual < 0.5 * apart
     assert apart < 0.8 * shared
+
+
+def test_spaces_of_the_file_come_first_and_devices_without_one_get_one(model: ps.Model, tmp_path: Path) -> None:
+    """A bound that a host states is not passed by, and a name that is in use is no name of another folder."""
+    devices = [replace(d, host=host) for d, host in zip(Cluster.listed("sm_90,sm_90").devices, "ab", strict=True)]
+    own = Space.from_fields("dram", {"kind": RAM, "host": "a", "bytes": 1 << 40})
+    plan = planned(model, Cluster(tuple(devices), spaces=(own,)))
+    assert homes(plan) == {"dram", HOST_MEMORY}
+    # A space that GPUs reach is none for the processor beside them.
+    mixed = replace(Cluster.listed("cpu,sm_90"), spaces=(replace(own, host=""),))
+    assert homes(planned(model, mixed, spill="dram")) == {SPILL, "dram"}
+    known = replace(Cluster.listed("cpu,cpu"), spaces=(Space(SPILL, path="/elsewhere"),))
+    plan = planned(model, known, spill=f"{tmp_path}/")
+    assert homes(plan) == {f"{SPILL}-of-spill"}
+    assert plan.as_dict()["spill"] == f"{tmp_path}/"
+
+
+def test_a_folder_that_no_stage_uses_stays_in_the_plan(tmp_path: Path) -> None:
+    """The processor has nothing that could go; the plan can be taken up again all the same."""
+    small = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [8, 8, *[256] * 7], batch=64))
+    cluster = Cluster.listed("cpu,sm_90")
+    settings = {"schedule": "1f1b", "split_at": ["fc2.product"], "offload": "state"}
+    plan = ps.plan(small, cluster, TRAINING, spill=f"{tmp_path}/", **settings)
+    assert homes(plan) == {HOST_MEMORY}
+    assert plan.as_dict()["spill"] == f"{tmp_path}/"
+    again = ps.plan(small, cluster, TRAINING, **settings, spill=plan.as_dict()["spill"])
+    assert again.module == plan.module
