@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,16 @@ STEPS = 4
 
 
 def losses(
-    model: api.Model, cluster: Cluster, folder: Path, schedule: str, precision: str = "f32", library: str = "torch"
+    model: api.Model,
+    cluster: Cluster,
+    folder: Path,
+    schedule: str,
+    precision: str = "f32",
+    library: str = "torch",
+    **options: Any,
 ) -> list[float]:
     training = Training(loss="cross_entropy", optimizer=AdamW(lr=1e-3), microbatches=2)
-    plan = api.plan(model, cluster, training, schedule=schedule, precision=precision, cuda_libraries=library)
+    plan = api.plan(model, cluster, training, schedule=schedule, precision=precision, cuda_libraries=library, **options)
     bundle = api.compile(plan, folder / "bundle")
     run_bundle(
         bundle, data="synthetic", steps=STEPS, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
@@ -70,3 +77,18 @@ def test_a_run_is_repeated_bit_by_bit_with_our_kernels(architecture: str, tmp_pa
     cluster = Cluster.listed(architecture)
     first, second = (losses(model, cluster, tmp_path / name, "1f1b", library="none") for name in ("a", "b"))
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("schedule", "packs", "kind"), [("1f1b", 1, "state"), ("interleaved", 3, "state"), ("interleaved", 3, "weights")]
+)
+def test_what_is_in_memory_of_the_host_between_its_uses_trains_the_same_bits(
+    schedule: str, packs: int, kind: str, architecture: str, tmp_path: Path
+) -> None:
+    model, cluster = write("gpt", tmp_path), Cluster.listed(architecture)
+    kept, moved = (
+        losses(model, cluster, tmp_path / what, schedule, library="none", packs=packs, offload=what)
+        for what in ("none", kind)
+    )
+    assert len(moved) == STEPS
+    assert moved == kept

@@ -27,6 +27,15 @@ CASES = {
     "attention and products of torch, 1f1b": {"library": "torch"},
     "attention and products of torch in bf16": {"library": "torch", "precision": "bf16"},
     "convolutions of torch on two GPUs": {"model": "cnn", "devices": "sm_90,sm_90", "library": "torch"},
+    "state in memory of the host": {"model": "mlp", "devices": "sm_90", "offload": "state"},
+    "weights and saved sets in memory of the host": {
+        "model": "mlp",
+        "devices": "sm_90,sm_90",
+        "schedule": "interleaved",
+        "packs": 3,
+        "microbatches": 8,
+        "offload": "all",
+    },
 }
 
 
