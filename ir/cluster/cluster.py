@@ -30,7 +30,7 @@ from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
 
 from .gpus import CONTEXT, LIBRARY_OVERHEAD, WORKSPACES, usual_settings
 from .quantities import MOST_THREADS, refuse_unknown
-from .spaces import RAM, SPACE_KINDS, Space, SpaceWay
+from .spaces import CARD, RAM, SPACE_KINDS, Space, SpaceWay
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
@@ -309,7 +309,7 @@ class Cluster:
         shares = [] if alone is None else [(f"{device} on {host}", alone.bandwidth)]
         if alone is not None and alone.nic:
             together = (way.bandwidth for way in self.ways if way.nic == alone.nic and self._host_of(way) == host)
-            shares.append((f"{alone.nic} on {host}", max(together)))
+            shares.append((f"{CARD}{alone.nic} on {host}", max(together)))
         shares += [(host, space.bandwidth)] if space.bandwidth else []
         latency = space.latency if alone is None else alone.latency
         return Path(min((rate for _, rate in shares), default=math.inf), latency, tuple(shares))

@@ -227,9 +227,13 @@ class _ClusterReader:
                 self.problems.append(f"{where}: no device {way.device!r}")
             elif device is not None and way.space and not reached:
                 self.problems.append(f"{where}: no space {way.space!r} on the host of {way.device!r}")
-            elif device is not None and reached and all(SPACE_KINDS.get(s.kind) != device.kind for s in reached):
+            elif (
+                device is not None
+                and reached
+                and all(SPACE_KINDS.get(s.kind, device.kind) != device.kind for s in reached)
+            ):
                 self.problems.append(f"{where}: {way.device!r} has no use for a space of kind {reached[0].kind!r}")
-            if (way.device, way.space) in seen:
+            if way.device and way.space and (way.device, way.space) in seen:
                 self.problems.append(f"{where}: {way.device!r} and {way.space!r} have two ways")
             seen.add((way.device, way.space))
 

@@ -21,6 +21,8 @@ FILE, RAM = "file", "ram"
 # of memory of the host are no limit: ways to it have the rates of `host-to-device`.
 SPACE_KINDS = {FILE: "cpu", RAM: "cuda"}
 SPACE_WAYS = {FILE: (1e9, 1e-4), RAM: (0.0, 0.0)}
+# What names of shared cards of ways begin with.
+CARD = "card "
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT, SAVED_ITEM
+from penstock.ir.cluster.spaces import CARD
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import is_let_go, stage_images, users_of
 from penstock.ir.memory.saved_sets import saved_set
@@ -46,7 +47,9 @@ def copies_of(module: Module) -> Callable[[int, Action], Copy]:
             return Copy()
         name, nbytes, users = stored
         way, inwards = cluster.way(devices[rank], cluster.space(name, devices[rank])), action.kind == COPY_IN
-        shares = ((f"{name}>{end}" if inwards else f"{end}>{name}", rate) for end, rate in way.shares)
+        # A card is shared on the way to any space.
+        ends = ((end, "space" if end.startswith(CARD) else name, rate) for end, rate in way.shares)
+        shares = ((f"{far}>{end}" if inwards else f"{end}>{far}", rate) for end, far, rate in ends)
         return Copy(Route(tuple(shares), way.latency), float(nbytes), users)
 
     return copied

@@ -99,9 +99,10 @@ class SimulatedMachine:
 
 
 def with_messages(seat: Seat, device: Device) -> Seat:
-    """Return the seat of a rank whose messages take a core's time, in sockets and in shared memory."""
-    socket = 1 / device.socket_bandwidth
-    return replace(seat, writing=socket, buffer=SOCKET_BUFFER, reading=socket, copying=1 / device.copy_bandwidth)
+    """Return the seat of a rank whose messages take a core's time, in sockets and in shared memory. Rates of a device
+    are within its quota, and what is read takes seconds of a core."""
+    socket, reading = 1 / device.socket_bandwidth, device.quota / device.socket_bandwidth
+    return replace(seat, writing=socket, buffer=SOCKET_BUFFER, reading=reading, copying=1 / device.copy_bandwidth)
 
 
 # Messages take no time, and every rank has its device to itself.

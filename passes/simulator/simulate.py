@@ -266,12 +266,13 @@ class _Simulation:
             wanted[seat.host] = (
                 wanted.get(seat.host, 0.0)
                 + seat.threads * seat.quota
-                + (1.0 if seat.reading and rank in reading else 0.0)
+                # Within a quota, computing and reading share it.
+                + (1.0 if seat.reading and rank in reading and seat.quota >= 1 else 0.0)
             )
         self.crowded = {
             host: Cores(int(seat.cores), seat.speeds, lambda time, what, stamp: self.push(time, _COMPUTED, what, stamp))
             for host, seat in seats.items()
-            if wanted[host] > seat.cores or any(speed != 1 for speed in seat.speeds)
+            if wanted[host] > seat.cores * (1 + 1e-9) or any(speed != 1 for speed in seat.speeds)
         }
         self.cores = {
             rank: (self.crowded[seat.host], seat)

@@ -45,7 +45,11 @@ class HostHome:
         if free is not None and nbytes > free:
             what = f"no {shown_bytes(nbytes)} of memory space {space.name}, of this host {shown_bytes(free)} are free"
             raise DoesNotFit(what, hint=hint)
-        memory = memory_for(nbytes)
+        try:
+            memory = memory_for(nbytes)
+        except OSError as error:
+            what = f"no {shown_bytes(nbytes)} of memory space {space.name}: {error.strerror}"
+            raise DoesNotFit(what, hint=hint) from error
         self._memory, address = memory[:nbytes], memory.data_ptr()
         pin(address, memory.numel(), device, f"of memory space {space.name}", hint)
         # At the end of the process the device may still copy, and the system takes all of it back.

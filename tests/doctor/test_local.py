@@ -63,6 +63,15 @@ def test_other_numbers_of_devices_are_measured_for_themselves(calls: list[tuple[
     assert calls == [(2, 1), (1, 2)]
 
 
+def test_devices_have_their_part_of_a_quota(calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More devices than were measured at once share it anew: they take turns as whole threads, each with its rates."""
+    monkeypatch.setattr("penstock.support.hardware.core_quota", lambda: 1.0)
+    assert [device.quota for device in measured_cluster(Cluster.local(2)).devices] == [0.5, 0.5]
+    assert {device.quota for device in measured_cluster(Cluster.local(4)).devices} == {1.0}
+    cpu, gpu = measured_cluster(Cluster.listed("cpu,sm_90")).devices
+    assert (cpu.quota, gpu.quota) == (0.5, 1.0)
+
+
 def test_a_gpu_beside_a_processor_keeps_its_sheet(calls: list[tuple[int, int]]) -> None:
     cpu, gpu = measured_cluster(Cluster.listed("cpu,sm_90")).devices
     assert (cpu.source, gpu.source) == (MEASURED, "")

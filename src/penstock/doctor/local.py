@@ -72,7 +72,8 @@ def measured_cluster(cluster: Cluster, say: Say = lambda text: None) -> Cluster:
             say(f"this machine could not be measured, so rates are assumed: {error}")
             return cluster
         _keep(store, key, rates, threads, say)
-    part = granted(quota, threads * count)
+    # More devices than were measured at once share the quota anew, and then take turns as whole threads do.
+    part = granted(quota, threads * count) if count == len(guesses) else 1.0
     within = [replace(device, quota=part) if device.kind == "cpu" else device for device in cluster.devices]
     return _with_measured(replace(cluster, devices=tuple(within)), rates)
 

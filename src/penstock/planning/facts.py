@@ -175,11 +175,11 @@ def _offload_facts(module: Module, calls: Sequence[Call]) -> dict[str, Any]:
     options = next((call.options for call in calls if isinstance(call.options, OffloadOptions)), None)
     if options is None or module.cluster is None:
         return {}
-    homes = {*(var.home for var in module.vars.values()), *(stage.home for stage in module.stages), options.space}
     # A space of the cluster file goes by its name; one that --spill made has a folder and a bandwidth, nothing else.
     bandwidth, latency = SPACE_WAYS[FILE]
-    plain = [replace(s, bandwidth=bandwidth, latency=latency) for s in module.cluster.spaces if s.name in homes]
-    folders = [space.path for space in plain if space == Space(space.name, path=space.path) and "/" in space.path]
+    named = [s for s in module.cluster.spaces if s.name == options.space and "/" in s.path]
+    plain = [replace(space, bandwidth=bandwidth, latency=latency) for space in named]
+    folders = [space.path for space in plain if space == Space(space.name, path=space.path)]
     return {"offload": options.what, "spill": folders[0] if folders else options.space}
 
 

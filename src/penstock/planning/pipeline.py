@@ -234,6 +234,9 @@ def _with_space(cluster: Cluster, options: PlanOptions) -> Cluster:
             raise UsageError("--spill says where what --offload moves is", hint="add --offload state")
         return cluster
     own_space, result = _own_space(cluster, options.spill), cluster
+    if own_space is None and options.spill not in {space.name for space in cluster.spaces}:
+        # The pass refuses a name of no space.
+        return cluster
     if own_space is not None and own_space.path and not _known(cluster, own_space):
         result = replace(result, spaces=(own_space, *result.spaces))
     for kind, name in ((FILE, SPILL), (RAM, HOST_MEMORY)):
@@ -251,19 +254,14 @@ def space_of(spill: str) -> Space | None:
 def _own_space(cluster: Cluster, spill: str) -> Space | None:
     """Return the space that `spill` makes in a cluster, under a name that none of its spaces has."""
     own_space, names = space_of(spill), {space.name for space in cluster.spaces}
-    return own_space if own_space is None or SPILL not in names else replace(own_space, name=f"{SPILL}-of-spill")
+    others = (f"{SPILL}-{number}" for number in range(2, len(names) + 2))
+    name = next(name for name in (SPILL, *others) if name not in names)
+    return None if own_space is None else replace(own_space, name=name)
 
 
 def _known(cluster: Cluster, own_space: Space) -> Space | None:
-    """Return the space of a cluster in that folder, the first one where none is named."""
-    return next(
-        (
-            space
-            for space in cluster.spaces
-            if space.kind == FILE and (not own_space.path or (space.path, space.host) == (own_space.path, ""))
-        ),
-        None,
-    )
+    """Return the space of a cluster in that folder."""
+    return next((s for s in cluster.spaces if s.kind == FILE and (s.path, s.host) == (own_space.path, "")), None)
 
 
 def _with_replicas(options: PlanOptions, trains: bool) -> PlanOptions:

@@ -155,11 +155,15 @@ def _with_less(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
 
 
 def _moving_less(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
-    """Yield the calls, then in any space that devices reach, then with less that is elsewhere, then with nothing."""
-    yield calls
-    what = next((call.options.what for call in calls if call.name == "offload"), "")
-    for changes in ([{"space": ""}] if what else []) + [{"space": "", "what": less} for less in _LESS.get(what, ())]:
-        yield [Call(call.name, replace(call.options, **changes)) if call.name == "offload" else call for call in calls]
+    """Yield the calls, then with less that is elsewhere, each also in any space that devices reach, then with
+    nothing."""
+    what, space = next(((c.options.what, c.options.space) for c in calls if c.name == "offload"), ("", ""))
+    for less in (what, *_LESS.get(what, ())):
+        for home in dict.fromkeys((space, "")):
+            changes = {"what": less, "space": home}
+            yield [
+                Call(call.name, replace(call.options, **changes)) if call.name == "offload" else call for call in calls
+            ]
     if what:
         yield [call for call in calls if call.name != "offload"]
 

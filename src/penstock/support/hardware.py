@@ -186,9 +186,11 @@ def _groups(name: str, controller: str = "") -> list[Path]:
 
 
 def _used_in_group() -> int | None:
+    """Return the bytes that the group uses, without files in memory that the system would drop."""
     for path in (*_groups("memory.current"), *_groups("memory.usage_in_bytes", "memory")):
         with suppress(ValueError):
-            return int(_read(path))
+            files = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(path.parent / "memory.stat"), re.MULTILINE)
+            return max(0, int(_read(path)) - (int(files[1]) if files else 0))
     return None
 
 

@@ -79,9 +79,9 @@ def test_ways_between_devices_and_spaces(tmp_path) -> None:
         way = cluster.way(device, cluster.space(name, device))
         return way.bandwidth, way.latency, dict(way.shares)
 
-    assert path("a", "dram") == (25e9, 2e-5, {"a on left": 25e9, "bus on left": 25e9})
+    assert path("a", "dram") == (25e9, 2e-5, {"a on left": 25e9, "card bus on left": 25e9})
     # A slow way to a fast bus stays slow.
-    assert path("b", "dram") == (15e9, 0, {"b on left": 15e9, "bus on left": 25e9})
+    assert path("b", "dram") == (15e9, 0, {"b on left": 15e9, "card bus on left": 25e9})
     assert path("c", "dram") == (12e9, 9e-6, {"c on left": 12e9})
     assert path("c", "far") == (12e9, 9e-6, {"c on left": 12e9, "left": 40e9})
     assert path("d", "disk") == (1e9, 0, {"d on left": 1e9, "left": 2e9})

@@ -1,5 +1,4 @@
-"""Devices within quotas of their host's cores: several that are busy at once take no more than their quotas, whatever the
-number of cores."""
+"""Devices within quotas of their host's cores: several that are busy at once take no more than their quotas."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def test_devices_within_quotas_do_not_wait_for_cores(model: ps.Model, monkeypatc
 
 
 def test_quotas_that_are_more_than_the_cores_wait(model: ps.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three devices of 0.9 of a core have two thirds of a core each at most, on two cores."""
+    """Three devices of 0.9 of a core are more than two cores have."""
     monkeypatch.setattr(forecast, "usable_cores", lambda: 2)
     crowded = seconds(model, (0.9,) * 3)
     monkeypatch.setattr(forecast, "usable_cores", lambda: 8)

@@ -1,4 +1,4 @@
-"""The spaces that plans give devices without one: files for CPUs, memory of the host for GPUs. And what copies there cost."""
+"""The spaces that plans give devices without one: files for CPUs, memory of the host for GPUs. And what copies cost."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_spaces_of_the_file_come_first_and_devices_without_one_get_one(model: ps
     assert homes(planned(model, mixed, spill="dram")) == {SPILL, "dram"}
     known = replace(Cluster.listed("cpu,cpu"), spaces=(Space(SPILL, path="/elsewhere"),))
     plan = planned(model, known, spill=f"{tmp_path}/")
-    assert homes(plan) == {f"{SPILL}-of-spill"}
+    assert homes(plan) == {f"{SPILL}-2"}
     assert plan.as_dict()["spill"] == f"{tmp_path}/"
 
 
