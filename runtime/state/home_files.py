@@ -17,7 +17,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
@@ -27,6 +27,7 @@ from penstock.support.errors import PenstockError
 from penstock.support.words import shown_bytes
 
 from .home_folders import folder_of
+from .homes import Moved, Parts, unheard
 
 _PIECE = 4 << 20
 # What goes through the cache is flushed after so many bytes: until then the system holds it in memory.
@@ -74,7 +75,7 @@ class FileHome:
         except OSError as error:
             raise self._error("make room in", error) from error
 
-    def read(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def read(self, memory: torch.Tensor, moved: Moved = unheard) -> None:
         view = memory.numpy().data
         try:
             for start, size in self._pieces():
@@ -85,16 +86,11 @@ class FileHome:
         except OSError as error:
             raise self._error("read from", error) from error
 
-    def write(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def write(self, memory: torch.Tensor, moved: Moved = unheard) -> None:
         view = memory.numpy().data
         self._write(lambda start, size: view[start : start + size], moved)
 
-    def write_parts(
-        self,
-        parts: Sequence[tuple[int, torch.Tensor]],
-        pieces: torch.Tensor,
-        moved: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:
+    def write_parts(self, parts: Parts, pieces: torch.Tensor, moved: Moved = unheard) -> None:
         """Write bytes that lie apart, gathered in the memory for pieces."""
         gathering, view = _Gathering(parts, pieces), pieces.numpy().data
 
@@ -172,7 +168,7 @@ class FileHome:
 class _Gathering:
     """Values that lie apart, copied into pieces of an image one after the other."""
 
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], memory: torch.Tensor) -> None:
+    def __init__(self, parts: Parts, memory: torch.Tensor) -> None:
         self._parts, self._memory = parts, memory
         self._next = 0
 

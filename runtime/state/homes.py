@@ -26,6 +26,12 @@ from penstock.support.errors import VerifyError
 
 # Takes the bytes that were moved since the last call.
 Moved = Callable[[int], None]
+# Bytes that lie apart, by their places in an image, in order.
+Parts = Sequence[tuple[int, torch.Tensor]]
+
+
+def unheard(nbytes: int) -> None:
+    """Do nothing where bytes were moved."""
 
 
 class Home(Protocol):
@@ -35,7 +41,7 @@ class Home(Protocol):
     def read(self, memory: torch.Tensor, moved: Moved = ...) -> None: ...
     def write(self, memory: torch.Tensor, moved: Moved = ...) -> None: ...
 
-    def write_parts(self, parts: Sequence[tuple[int, torch.Tensor]], pieces: torch.Tensor, moved: Moved = ...) -> None:
+    def write_parts(self, parts: Parts, pieces: torch.Tensor, moved: Moved = ...) -> None:
         """Write an image that is never whole: bytes that lie apart, by their places in it, in order. They may go
         through the memory for pieces."""
 

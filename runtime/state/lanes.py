@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -41,6 +41,34 @@ def lanes_of(device: torch.device, timeout: float) -> Lanes:
     """Return the lanes of a rank with a device. `timeout` are the seconds without any progress after which a copy of a
     CPU is given up."""
     return StreamLanes(device) if device.type == "cuda" else ThreadLanes(timeout)
+
+
+_Entry = TypeVar("_Entry")
+
+
+class _Record(Generic[_Entry]):
+    """The copies of lanes, where these are asked for. Those of evaluations are no actions of the program, and have no
+    text."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] | None = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self._entries is not None
+
+    def begin(self) -> None:
+        self._entries = []
+
+    def add(self, text: str, entry: _Entry) -> None:
+        if self._entries is not None and text:
+            self._entries.append(entry)
+
+    def taken(self) -> list[_Entry]:
+        """Return the entries since the last call."""
+        entries = self._entries or []
+        self._entries = None if self._entries is None else []
+        return entries
 
 
 class _Done(NamedTuple):
@@ -101,8 +129,7 @@ class ThreadLanes:
         # Threads end when nobody can ask them for a copy any more.
         for thread in self._threads.values():
             weakref.finalize(self, thread.close).atexit = False
-        self.timeout = timeout
-        self._copied: list[CopyTimes] | None = None
+        self.timeout, self.record = timeout, _Record[CopyTimes]()
 
     def open(self, space: Space, nbytes: int) -> Home:
         return FileHome(space, nbytes)
@@ -127,20 +154,13 @@ class ThreadLanes:
             copy(moved)
             return _Done(begun, time.monotonic(), sum(pieces))
 
-        return _ThreadCopying(self, text, f"{'from' if kind == COPY_IN else 'to'}", image, thread, thread.submit(run))
+        return _ThreadCopying(self, text, "from" if kind == COPY_IN else "to", image, thread, thread.submit(run))
 
     def trace(self) -> None:
-        self._copied = []
+        self.record.begin()
 
     def copied(self) -> tuple[CopyTimes, ...]:
-        copied = tuple(self._copied or ())
-        self._copied = None if self._copied is None else []
-        return copied
-
-    def note(self, times: CopyTimes) -> None:
-        """Write down a copy, where that is asked for. Copies of evaluations are no actions of the program."""
-        if self._copied is not None and times.text:
-            self._copied.append(times)
+        return tuple(self.record.taken())
 
 
 @dataclass(frozen=True)
@@ -157,7 +177,7 @@ class _ThreadCopying:
     def wait(self) -> None:
         since = time.monotonic()
         begun, ended, nbytes = self._result()
-        self.lanes.note(CopyTimes(self.text, nbytes, begun, ended, max(0.0, ended - since)))
+        self.lanes.record.add(self.text, CopyTimes(self.text, nbytes, begun, ended, max(0.0, ended - since)))
 
     def settle(self) -> None:
         self._result()
@@ -216,7 +236,7 @@ class StreamLanes:
             kind: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for kind in (COPY_IN, COPY_OUT)
         }
-        self._timed: list[_Timed] | None = None
+        self.record = _Record[_Timed]()
         self._origin: _Origin | None = None
 
     def open(self, space: Space, nbytes: int) -> Home:
@@ -231,7 +251,7 @@ class StreamLanes:
 
     def begin(self, text: str, kind: str, image: Image | SavedSet, copy: Callable[[Moved], None]) -> Copying:
         stream, moved, behind = self._streams[kind], list[int](), self.mark()
-        if self._timed is not None and self._origin is None:
+        if self.record.is_asked_for and self._origin is None:
             behind.synchronize()
             self._origin = _Origin(behind, time.monotonic())
         stream.wait_event(behind)
@@ -242,18 +262,18 @@ class StreamLanes:
 
     def mark(self) -> torch.cuda.Event:
         """Return an event behind what the current stream was told, with a time where copies are written down."""
-        event = torch.cuda.Event(enable_timing=self._timed is not None, blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=self.record.is_asked_for, blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def trace(self) -> None:
-        self._timed = []
+        self.record.begin()
 
     def copied(self) -> tuple[CopyTimes, ...]:
-        timed, origin = self._timed, self._origin
-        if timed is None or origin is None:
+        timed, origin = self.record.taken(), self._origin
+        self._origin = None
+        if origin is None:
             return ()
-        self._timed, self._origin = [], None
         return tuple(
             CopyTimes(
                 copy.text,
@@ -264,11 +284,6 @@ class StreamLanes:
             )
             for copy in timed
         )
-
-    def note(self, timed: _Timed) -> None:
-        """Write down a copy, where that is asked for. Copies of evaluations are no actions of the program."""
-        if self._timed is not None and timed.text:
-            self._timed.append(timed)
 
 
 @dataclass(frozen=True)
@@ -284,7 +299,8 @@ class _StreamCopying:
     def wait(self) -> None:
         waiting = self.lanes.mark()
         torch.cuda.current_stream(self.lanes.device).wait_event(self.ended)
-        self.lanes.note(_Timed(self.text, self.nbytes, self.begun, self.ended, waiting, self.lanes.mark()))
+        timed = _Timed(self.text, self.nbytes, self.begun, self.ended, waiting, self.lanes.mark())
+        self.lanes.record.add(self.text, timed)
 
     def settle(self) -> None:
         self.ended.synchronize()

@@ -10,7 +10,6 @@ free.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,6 +19,7 @@ from penstock.support.hardware import free_memory
 from penstock.support.words import shown_bytes
 
 from .home_files import memory_for
+from .homes import Moved, Parts, unheard
 
 
 def pin(address: int, nbytes: int, device: torch.device, what: str, hint: str) -> None:
@@ -55,20 +55,15 @@ class HostHome:
         # At the end of the process the device may still copy, and the system takes all of it back.
         weakref.finalize(self, unpin, address, device).atexit = False
 
-    def read(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def read(self, memory: torch.Tensor, moved: Moved = unheard) -> None:
         memory.copy_(self._memory, non_blocking=True)
         moved(memory.numel())
 
-    def write(self, memory: torch.Tensor, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def write(self, memory: torch.Tensor, moved: Moved = unheard) -> None:
         self._memory.copy_(memory, non_blocking=True)
         moved(memory.numel())
 
-    def write_parts(
-        self,
-        parts: Sequence[tuple[int, torch.Tensor]],
-        pieces: torch.Tensor,
-        moved: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:
+    def write_parts(self, parts: Parts, pieces: torch.Tensor, moved: Moved = unheard) -> None:
         """Write values that lie apart, each to its place: no `pieces` are needed."""
         for place, part in parts:
             self._memory[place : place + part.numel()].copy_(part, non_blocking=True)

@@ -19,7 +19,7 @@ from penstock.ir.memory.saved_sets import SavedSet
 from penstock.ir.schedule import Action
 from penstock.support.errors import VerifyError
 
-from .homes import Copying, Home, Lanes, cut
+from .homes import Copying, Home, Lanes, Parts, cut
 from .store import Store
 
 
@@ -28,7 +28,7 @@ class _Away:
     """The set of a microbatch that has a home: the copies that go on, if any, and what is copied home meanwhile."""
 
     home: Home
-    parts: Sequence[tuple[int, torch.Tensor]] = ()
+    parts: Parts = ()
     leaving: Copying | None = None
     coming: Copying | None = None
 

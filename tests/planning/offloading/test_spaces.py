@@ -11,9 +11,12 @@ import penstock as ps
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.cluster.spaces import RAM, Space, SpaceWay
 from penstock.models import write_mlp
+from penstock.passes.manager import Call
+from penstock.passes.memory.offload import OffloadOptions
 from penstock.planning.pipeline import HOST_MEMORY, SPILL
 from penstock.planning.plan import Plan
 from penstock.planning.predict import predict
+from penstock.planning.replan import _moving_less
 from penstock.support.errors import UsageError
 
 TRAINING = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3), microbatches=4)
@@ -109,3 +112,15 @@ def test_a_folder_that_no_stage_uses_stays_in_the_plan(tmp_path: Path) -> None:
     assert plan.as_dict()["spill"] == f"{tmp_path}/"
     again = ps.plan(small, cluster, TRAINING, **settings, spill=plan.as_dict()["spill"])
     assert again.module == plan.module
+
+
+def test_a_plan_that_is_made_anew_keeps_its_space_first() -> None:
+    """Then any that devices reach, then less in either, then nothing elsewhere. Nothing is tried twice."""
+
+    def tried(space: str) -> list[tuple[str, str]]:
+        calls = [Call("offload", OffloadOptions(space, "both"))]
+        return [(c.options.what, c.options.space) for listed in _moving_less(calls) for c in listed]
+
+    kinds = ("both", "state", "activations")
+    assert tried("far") == [(kind, space) for kind in kinds for space in ("far", "")]
+    assert tried("") == [(kind, "") for kind in kinds]

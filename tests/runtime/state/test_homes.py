@@ -23,12 +23,14 @@ from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import STATE, Module, Slot, Var
 from penstock.ir.memory.items import ALIGNMENT, Image, images_of
 from penstock.ir.types import TensorType
+from penstock.runtime.state import pinned
 from penstock.runtime.state.home_files import LARGE_PAGE, FileHome, memory_for
 from penstock.runtime.state.home_folders import home_warnings, in_memory
 from penstock.runtime.state.homes import HomedItem
 from penstock.runtime.state.lanes import ThreadLanes
+from penstock.runtime.state.pinned import HostHome
 from penstock.runtime.state.store import Store
-from penstock.support.errors import PenstockError, VerifyError
+from penstock.support.errors import DoesNotFit, PenstockError, VerifyError
 
 SIZES = {"a": ("f32", (3, 5)), "b": ("bf16", (700_001,)), "c": ("f32", ()), "d": ("i64", (0,))}
 VARS = {n: Var(n, TensorType(t, dims), STATE, 0, home="disk") for n, (t, dims) in SIZES.items()}
@@ -426,3 +428,17 @@ def test_threads_that_copy_end_with_their_rank(tmp_path) -> None:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_home_in_memory_of_the_host_needs_what_is_free(monkeypatch) -> None:
+    """It is refused before anything is taken or pinned. The control: with as much free it goes on to CUDA."""
+    space, device, asked = Space.from_fields("dram", {"kind": "ram"}), torch.device("cuda", 0), []
+    monkeypatch.setattr(pinned, "pin", lambda *given: asked.append(given))
+    monkeypatch.setattr(pinned, "unpin", lambda *given: None)
+    monkeypatch.setattr(pinned, "free_memory", lambda: 8191)
+    with pytest.raises(DoesNotFit, match=r"no 8.0 KiB of memory space dram, of this host 8.0 KiB are free"):
+        HostHome(space, 8192, device)
+    assert not asked
+    monkeypatch.setattr(pinned, "free_memory", lambda: 8192)
+    assert HostHome(space, 8192, device).contents().numel() == 8192
+    assert len(asked) == 1
