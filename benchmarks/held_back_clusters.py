@@ -77,6 +77,7 @@ def _within(quota: float, measured: Device, whole: Device, name: str, host: str)
         host=host,
         spaces=(),
         quota=quota,
+        quota_period=PERIOD / 1e6 if quota < 1 else 0.0,
         message_overhead=whole.message_overhead / quota,
         socket_bandwidth=whole.socket_bandwidth * quota,
         shared_overhead=whole.shared_overhead / quota,

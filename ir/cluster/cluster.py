@@ -67,7 +67,8 @@ class Device:
     `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`. `gpu` is the number or the UUID of a GPU on
     its host; several devices may be one GPU. The `source` of rates is `measured` where `penstock doctor` or a plan
     measured them. A `quota` may leave a part of the time of its threads: rates are those within it, and the device
-    takes no more of the cores of its host."""
+    takes no more of the cores of its host. It is granted anew after each `quota_period` (0: evenly), within which a
+    device may use what it left while it waited."""
 
     name: str
     kind: str = "cpu"
@@ -89,6 +90,7 @@ class Device:
     gpu: str = ""
     source: str = ""
     quota: float = 1.0
+    quota_period: float = 0.0
 
     def fields(self) -> dict[str, Scalar]:
         """Return the fields of a device as its file and a module's text list them; rare fields only where they are not
@@ -109,6 +111,8 @@ class Device:
             raise ValueError(f"threads must be 1 to {MOST_THREADS}, got {threads}")
         if not isinstance(quota := plain.get("quota", 1.0), int | float) or not 0 < quota <= 1:
             raise ValueError(f"a quota must be above 0 and at most 1, got {quota}")
+        if not isinstance(period := plain.get("quota_period", 0.0), int | float) or not 0 <= period < math.inf:
+            raise ValueError(f"a quota_period is 0 seconds or more, got {period}")
         return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
 
     @property
@@ -149,6 +153,7 @@ SELDOM = (
     "gpu",
     "source",
     "quota",
+    "quota_period",
 )
 _USUAL = {f.name: f.default for f in fields(Device)}
 

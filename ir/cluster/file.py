@@ -36,10 +36,10 @@ Numbers are in bytes, seconds, operations per second and bytes per second; with 
 of several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what
 `penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`, `shared_overhead` (seconds),
 `socket_bandwidth`, `copy_bandwidth`, the table `efficiency`, the part of the time of its threads that a `quota` leaves
-(1: all of it), and `source = "measured"`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as
-NVIDIA names the architecture; its rates are by default those of the usual card of that architecture. Without `flops` a
-CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names the host of every device among them, if there are
-several.
+(1: all of it), granted anew after each `quota_period` (0: evenly), and `source = "measured"`. A device of kind cuda (or
+gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those of the
+usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names
+the host of every device among them, if there are several.
 
 What is written says everything, so that reading it back gives the same cluster.
 """
@@ -103,6 +103,7 @@ _DEVICE = {
     "gpu": "gpu",
     "source": "word",
     "quota": "share",
+    "quota_period": "seconds?",
 }
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
@@ -244,6 +245,10 @@ class _ClusterReader:
                 self.problems.append(f"device {device.name!r}: gpu is for cuda devices")
             if device.quota > 1:
                 self.problems.append(f"device {device.name!r}: a quota is 1 at most, got {device.quota:g}")
+            if device.kind == "cuda" and (device.quota != 1 or device.quota_period):
+                self.problems.append(f"device {device.name!r}: a quota is for cpu devices")
+            elif device.quota_period and device.quota == 1:
+                self.problems.append(f"device {device.name!r}: a quota_period without a quota says nothing")
         homes: dict[tuple[str, str], list[Device]] = {}
         for device in devices:
             if device.kind == "cuda":

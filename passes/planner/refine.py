@@ -248,7 +248,7 @@ class SimulatedSteps:
         self.known: dict[PipelinePlan, float] = {}
         self._spent = 0
         local_cpus = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
-        self._takes_turns = sum(device.threads for device in local_cpus) > usable_cores()
+        self._takes_turns = sum(device.threads * device.quota for device in local_cpus) > usable_cores()
 
     @property
     def is_spent(self) -> bool:

@@ -136,7 +136,7 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
     if device.kind != "cpu":
         return None
     cores = usable_cores() if device.host == LOCAL else math.inf
-    return with_messages(Seat(device.host, cores, device.threads, device.quota), device)
+    return with_messages(Seat(device.host, cores, device.threads, device.quota, device.quota_period), device)
 
 
 def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) -> Seconds:

@@ -37,16 +37,17 @@ class Route:
 @dataclass(frozen=True, slots=True)
 class Seat:
     """The needs of a rank of a host's cores: `threads` while it computes, of each of which a quota may leave only a
-    part (`quota`). `speeds` are those of the host: the speed of a core while 1, 2, ... threads are busy, compared with
-    one thread alone. There may be more of them than cores. Sockets take processor time: a send writes its first
-    `buffer` bytes itself, at `writing` seconds a byte, before the rank goes on. A received byte takes `reading` seconds
-    of a core, beside the computations of the rank. Into shared memory a send writes all its bytes itself, at `copying`
-    seconds a byte."""
+    part (`quota`), granted anew after each `period` (0: nothing is saved up, quotas.py). `speeds` are those of the
+    host: the speed of a core while 1, 2, ... threads are busy, compared with one thread alone. There may be more of
+    them than cores. Sockets take processor time: a send writes its first `buffer` bytes itself, at `writing` seconds a
+    byte, before the rank goes on. A received byte takes `reading` seconds of a core, beside the computations of the
+    rank. Into shared memory a send writes all its bytes itself, at `copying` seconds a byte."""
 
     host: str
     cores: float
     threads: int = 1
     quota: float = 1.0
+    period: float = 0.0
     writing: float = 0.0
     buffer: float = 0.0
     reading: float = 0.0

@@ -18,7 +18,8 @@ Out: `Simulated` (result.py): when every action ran, and why not earlier. The mo
   the bytes over its link to the next one. It takes 2(n-1) latencies. The ranks go on meanwhile; the first U, P or N of
   that batch waits for it.
 * CI and CO begin copies between memory spaces, which go on meanwhile (copies.py).
-* Ranks that share a host share its cores, as Linux deals them out (cores.py), each up to its quota. Moving a byte may
+* Ranks that share a host share its cores, as Linux deals them out (cores.py), each up to its quota. A rank within one
+  saves time up while it waits (quotas.py). Moving a byte may
   cost processor time (`Seat`): of the sender while the message moves already, of the receiver beside its computations.
 
 Times are those of the period: an action takes the same in every batch. Known limits: a link has one path, without
@@ -57,6 +58,7 @@ from .cores import Burst, Core, Cores
 from .exchanges import Gatherings
 from .machine import FREE, Route, Seat, SimulatedMachine
 from .moving import MessageChannel, RankPair, move
+from .quotas import savings
 from .relays import Relays
 from .result import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
 from .sharing import Resource, Sharing
@@ -279,6 +281,7 @@ class _Simulation:
             for rank, seat in self.machine.seats.items()
             if seat.host in self.crowded and rank in self.lines
         }
+        self.saved = savings(self.machine.seats)
 
     # -------------------------------------------------------------------------------------------- the loop
 
@@ -358,6 +361,8 @@ class _Simulation:
                     lasts += step.channel.writing
                     self._send(step.channel, mb, now, position)
                 if lasts > 0:
+                    if rank in self.saved:
+                        lasts = self.saved[rank].shortened(now, lasts)
                     if rank in self.cores:
                         cores, seat = self.cores[rank]
                         cores.begin(

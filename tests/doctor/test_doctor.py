@@ -254,11 +254,11 @@ def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.
         lambda folder, threads, part: [parts.append(part), rates_of(seconds_of(RATES), 1)][1:],
     )
     for quota, times in ((None, 1), (2.0, 1), (0.5, 2)):
-        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota and machine.CoreQuota(quota, 0.1))
         report = examine([1])
         assert report is not None
         (device,) = report.cluster.devices
-        assert device.quota == min(1.0, quota or 1.0)
+        assert (device.quota, device.quota_period) == ((0.5, 0.1) if times == 2 else (1.0, 0.0))
         assert (device.message_overhead, device.socket_bandwidth) == pytest.approx(
             (4e-5 * times, 3e9 / times), rel=1e-2
         )
@@ -274,7 +274,7 @@ def test_an_end_of_a_message_is_one_thread(quick: None, monkeypatch: pytest.Monk
         lambda folder, threads, part: [parts.append(part), *(rates_of(seconds_of(RATES), 1) for _ in threads)][1:],
     )
     for quota, times in ((2.0, 1), (1.0, 2)):
-        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: machine.CoreQuota(quota, 0.1))
         report = examine([4, 4])
         assert report is not None
         for device in report.cluster.devices:
@@ -282,27 +282,6 @@ def test_an_end_of_a_message_is_one_thread(quick: None, monkeypatch: pytest.Monk
                 (4e-5 * times, 3e9 / times), rel=1e-2
             )
     assert parts == [0.25, 0.125]
-
-
-def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The narrowest of all groups that a process is in."""
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    read = machine._read
-    own = "4:memory:/job\n2:cpuacct,cpu:/job/rank\n0::/job/rank"
-    monkeypatch.setattr(machine, "_read", lambda path: own if path == Path("/proc/self/cgroup") else read(path))
-    assert machine.core_quota() is None
-    for top in (tmp_path, tmp_path / "cpu"):
-        (top / "job" / "rank").mkdir(parents=True)
-    (tmp_path / "job" / "rank" / "cpu.max").write_text("max 100000")
-    assert machine.core_quota() is None
-    (tmp_path / "job" / "cpu.max").write_text("150000 100000")
-    assert machine.core_quota() == 1.5
-    for name, quota in (("job", 20_000), ("job/rank", -1)):
-        (tmp_path / "cpu" / name / "cpu.cfs_quota_us").write_text(str(quota))
-        (tmp_path / "cpu" / name / "cpu.cfs_period_us").write_text("100000")
-    assert machine.core_quota() == 0.2
-    (tmp_path / "cpu" / "job" / "rank" / "cpu.cfs_quota_us").write_text("5000")
-    assert machine.core_quota() == 0.05
 
 
 def test_all_problems_are_said(
@@ -315,7 +294,7 @@ def test_all_problems_are_said(
     monkeypatch.setattr(doctor, "_run_yardsticks", broken)
     monkeypatch.setattr(doctor, "measure_loopback", broken)
     monkeypatch.setattr(machine, "gpus", lambda: ([], "no NVIDIA driver answers: refused"))
-    monkeypatch.setattr(machine, "core_quota", lambda: 0.5)
+    monkeypatch.setattr(machine, "core_quota", lambda: machine.CoreQuota(0.5, 0.1))
     monkeypatch.setattr(os, "getloadavg", lambda: (64.0, 0.0, 0.0))
     report = examine([machine.usable_cores(), 1])
     assert report is not None

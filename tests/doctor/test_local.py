@@ -17,6 +17,7 @@ from penstock.ir.cluster.cluster import MEASURED, Cluster, Device, LinkClass
 from penstock.models import write_mlp
 from penstock.planning.facts import sources_of, sources_of_links
 from penstock.support.errors import PenstockError, UsageError
+from penstock.support.hardware import CoreQuota
 
 MEASURE = local._measured
 RATES = Rates(1, 9e10, 2e10, 8 << 20, 9e10, 2e-7, 3e-6, {"products": 1.02, "elements": 0.3}, {"f32": 9e10})
@@ -65,11 +66,12 @@ def test_other_numbers_of_devices_are_measured_for_themselves(calls: list[tuple[
 
 def test_devices_have_their_part_of_a_quota(calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """More devices than were measured at once share it anew: they take turns as whole threads, each with its rates."""
-    monkeypatch.setattr("penstock.support.hardware.core_quota", lambda: 1.0)
-    assert [device.quota for device in measured_cluster(Cluster.local(2)).devices] == [0.5, 0.5]
-    assert {device.quota for device in measured_cluster(Cluster.local(4)).devices} == {1.0}
+    monkeypatch.setattr("penstock.support.hardware.core_quota", lambda: CoreQuota(1.0, 0.1))
+    two, four = (measured_cluster(Cluster.local(count)).devices for count in (2, 4))
+    assert {(device.quota, device.quota_period) for device in two} == {(0.5, 0.1)}
+    assert {(device.quota, device.quota_period) for device in four} == {(1.0, 0.0)}
     cpu, gpu = measured_cluster(Cluster.listed("cpu,sm_90")).devices
-    assert (cpu.quota, gpu.quota) == (0.5, 1.0)
+    assert (cpu.quota, gpu.quota, gpu.quota_period) == (0.5, 1.0, 0.0)
 
 
 def test_a_gpu_beside_a_processor_keeps_its_sheet(calls: list[tuple[int, int]]) -> None:

@@ -55,7 +55,7 @@ from penstock.support.helper_processes import failure, outputs, start
 from penstock.support.processes import command_of
 
 from .gpu_rates import GpuEdge, HostGpus, measure_gpus, with_gpu_rates
-from .kernels import BUSY, Rates, compile_yardsticks, granted, with_rates
+from .kernels import BUSY, Rates, compile_yardsticks, granted, with_rates, within
 from .links import Loopback, Wire, fit, measure_loopback, measure_pairs
 from .ways import measured_bandwidth
 
@@ -165,9 +165,9 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     if wanted > cores:
         problems.append(f"the devices have {wanted} threads, but {cores} cores may be used: they slow each other down")
     part = granted(quota, wanted)
-    if part < 1:
+    if quota is not None and part < 1:
         problems.append(
-            f"the control group allows {quota:g} cores' worth of time, the devices have {wanted} threads: "
+            f"the control group allows {quota.cores:g} cores' worth of time, the devices have {wanted} threads: "
             "rates are those within it"
         )
     load = machine.load()
@@ -175,6 +175,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         problems.append(
             f"other programs keep {load:.1f} of {cores} cores busy: times of several threads and of links are too long"
         )
+    planned = replace(planned, devices=tuple(within(quota, wanted, device) for device in planned.devices))
     devices = _measured_devices(planned, part, say, problems)
     gpus, why = machine.gpus()
     if why and (gpus or any(Path("/dev").glob("nvidia[0-9]*")) or "not installed" not in why):
@@ -197,7 +198,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         _versions(),
         machine.processor_name(),
         cores,
-        quota,
+        None if quota is None else quota.cores,
         machine.caches(),
         machine.usable_memory(),
         machine.free_memory(),
@@ -279,8 +280,7 @@ def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[st
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
             return list(planned.devices)
-    within = [replace(device, quota=part) for device in planned.devices]
-    return [with_rates(device, measured) for device, measured in zip(within, rates, strict=True)]
+    return [with_rates(device, measured) for device, measured in zip(planned.devices, rates, strict=True)]
 
 
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:

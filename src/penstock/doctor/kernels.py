@@ -47,6 +47,7 @@ from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Valu
 from penstock.ir.ops import cost_of, make
 from penstock.ir.types import TensorType
 from penstock.support.entry_points import ENTRY_POINTS
+from penstock.support.hardware import CoreQuota
 
 if TYPE_CHECKING:
     import torch
@@ -361,9 +362,15 @@ def round_rate(number: float) -> float:
     return float(f"{number:.3g}")
 
 
-def granted(quota: float | None, threads: int) -> float:
+def granted(quota: CoreQuota | None, threads: int) -> float:
     """Return the part of their time that so many threads get, which are busy at once."""
-    return 1.0 if quota is None else min(1.0, quota / threads)
+    return 1.0 if quota is None else min(1.0, quota.cores / threads)
+
+
+def within(quota: CoreQuota | None, threads: int, device: Device) -> Device:
+    """Return the device with its part of a quota, that so many threads share."""
+    part = granted(quota, threads)
+    return replace(device, quota=part, quota_period=quota.period if quota is not None and part < 1 else 0.0)
 
 
 def with_rates(device: Device, rates: Rates) -> Device:

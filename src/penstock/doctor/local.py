@@ -35,7 +35,7 @@ from penstock.support.helper_processes import end, failure, outputs, start
 from penstock.support.processes import command_of
 from penstock.support.processor import processor
 
-from .kernels import BUSY, QUICK, Rates, compile_yardsticks, granted, with_rates
+from .kernels import BUSY, QUICK, Rates, compile_yardsticks, granted, with_rates, within
 
 Say = Callable[[str], None]
 ASSUMED = "assumed"
@@ -73,9 +73,9 @@ def measured_cluster(cluster: Cluster, say: Say = lambda text: None) -> Cluster:
             return cluster
         _keep(store, key, rates, threads, say)
     # More devices than were measured at once share the quota anew, and then take turns as whole threads do.
-    part = granted(quota, threads * count) if count == len(guesses) else 1.0
-    within = [replace(device, quota=part) if device.kind == "cpu" else device for device in cluster.devices]
-    return _with_measured(replace(cluster, devices=tuple(within)), rates)
+    quota = quota if count == len(guesses) else None
+    devices = tuple(within(quota, threads * count, d) if d.kind == "cpu" else d for d in cluster.devices)
+    return _with_measured(replace(cluster, devices=devices), rates)
 
 
 def is_wanted() -> bool:

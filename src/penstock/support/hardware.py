@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -39,17 +39,24 @@ def load() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def core_quota() -> float | None:
-    """Return the cores' worth of time that the narrowest control group of this process allows; None without a limit."""
+class CoreQuota(NamedTuple):
+    """So many `cores`' worth of time, granted anew after each `period` in seconds."""
+
+    cores: float
+    period: float
+
+
+def core_quota() -> CoreQuota | None:
+    """Return the time that the narrowest control group of this process allows; None without a limit."""
     limits = []
     for path in _groups("cpu.max"):
         quota, _, period = _read(path).partition(" ")
         with suppress(ValueError):
-            limits.append(float(quota) / float(period))
+            limits.append(CoreQuota(float(quota) / float(period), float(period) / 1e6))
     for path in _groups("cpu.cfs_quota_us", "cpu"):
         with suppress(ValueError):
             quota_us, period_us = int(_read(path)), int(_read(path.parent / "cpu.cfs_period_us"))
-            limits += [quota_us / period_us] if quota_us > 0 else []
+            limits += [CoreQuota(quota_us / period_us, period_us / 1e6)] if quota_us > 0 else []
     return min(limits, default=None)
 
 

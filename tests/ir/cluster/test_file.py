@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     hosts = draw(st.lists(st.builds(Host, names, names | st.just(""), names | st.just(""), rates | st.just(0.0), seconds), max_size=3, unique_by=lambda h: h.name))  # fmt: skip
     where = st.sampled_from([h.name for h in hosts]) if hosts else names
     device = st.one_of(
-        st.builds(Device, names, st.just("cpu"), where, names, st.integers(1, 99), rates, rates, spaces, sizes | st.just(0), rates | st.just(0.0), seconds, seconds, shares, quota=st.sampled_from([1.0, 0.25])),
+        st.builds(Device, names, st.just("cpu"), where, names, st.integers(1, 99), rates, rates, spaces, sizes | st.just(0), rates | st.just(0.0), seconds, seconds, shares, quota=st.sampled_from([1.0, 0.25])).map(lambda d: replace(d, quota_period=0.1 if d.quota < 1 else 0.0)),
         st.builds(Device, names, st.just("cuda"), where, st.sampled_from(["sm_80", "sm_90a", "sm_120"]), st.integers(1, 9), rates, rates, spaces, efficiency=shares, gpu=gpus),
     )  # fmt: skip
     devices = draw(st.lists(device, min_size=1, max_size=4, unique_by=lambda d: d.name))
@@ -293,6 +294,14 @@ bandwidth = "10 GHz"
             "device 'a': says memory and spaces; memory is the first of the spaces",
         ),
         ('[[device]]\nname = "a"\nquota = 1.5', "device 'a': a quota is 1 at most, got 1.5"),
+        (
+            '[[device]]\nname = "a"\nquota_period = "10 ms"',
+            "device 'a': a quota_period without a quota says nothing",
+        ),
+        (
+            '[[device]]\nname = "a"\nkind = "cuda"\narch = "sm_90"\nquota = 0.5',
+            "device 'a': a quota is for cpu devices",
+        ),
         (
             '[[device]]\nname = "a"\nspaces = { "my ram" = 1 }',
             "device 'a': a memory space needs a name of letters, digits and _, got 'my ram'",

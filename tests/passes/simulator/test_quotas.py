@@ -1,16 +1,23 @@
-"""Devices within quotas of their host's cores: several that are busy at once take no more than their quotas."""
+"""Devices within quotas of their host's cores: several that are busy at once take no more than their quotas, and one
+that waited has saved time up, as a model of the kernel's periods has it."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.ir.cluster.cluster import Cluster
 from penstock.models import write_mlp
 from penstock.passes.simulator import forecast
+from penstock.passes.simulator.machine import Seat
+from penstock.passes.simulator.quotas import SavedTime
 from penstock.planning.predict import predict
 
 TRAINING = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3), microbatches=4)
@@ -21,10 +28,10 @@ def model(tmp_path: Path) -> ps.Model:
     return ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [256] * 5, batch=64))
 
 
-def seconds(model: ps.Model, quotas: tuple[float, ...], host: str = "localhost") -> float:
+def seconds(model: ps.Model, quotas: tuple[float, ...], period: float = 0.0) -> float:
     """Return the prediction of stages on devices of the same rates, whose quotas are these."""
     local = Cluster.local(len(quotas), threads=(1,) * len(quotas))
-    devices = tuple(replace(d, host=host, quota=quota) for d, quota in zip(local.devices, quotas, strict=True))
+    devices = tuple(replace(d, quota=q, quota_period=period) for d, q in zip(local.devices, quotas, strict=True))
     names = [[device.name] for device in devices]
     return predict(
         ps.plan(model, replace(local, devices=devices), TRAINING, devices=names, schedule="1f1b").module
@@ -47,3 +54,67 @@ def test_quotas_that_are_more_than_the_cores_wait(model: ps.Model, monkeypatch: 
     crowded = seconds(model, (0.9,) * 3)
     monkeypatch.setattr(forecast, "usable_cores", lambda: 8)
     assert crowded > 1.05 * seconds(model, (0.9,) * 3)
+
+
+# ------------------------------------------------------------------------------------------------ saved-up time
+
+
+def granted_by_periods(actions: Sequence[tuple[float, float]], quota: float, begins: float) -> float:
+    """Return the seconds that actions take whose quota is granted by periods of a second, the first of which begins
+    then. Each action waits, and then takes so many seconds of a core."""
+    now, left, until, taken = 0.0, quota, begins, 0.0
+    for waits, work in actions:
+        now += waits
+        begin, remains = now, work
+        while remains > 1e-9:
+            while now >= until - 1e-9:
+                left, until = quota, until + 1
+            step = min(remains, left, until - now)
+            remains, left, now = remains - step, left - step, now + step
+            if remains > 1e-9 and left <= 1e-9:
+                now = until
+        taken += now - begin
+    return taken
+
+
+def saving(actions: Sequence[tuple[float, float]], quota: float) -> float:
+    """Return the seconds that the simulation takes for them."""
+    rank, now, taken = SavedTime(Seat("here", 1, 1, quota, 1.0)), 0.0, 0.0
+    for waits, work in actions:
+        now += waits
+        lasts = rank.shortened(now, work / quota)
+        now, taken = now + lasts, taken + lasts
+    return taken
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 4), st.floats(1.5, 12)), min_size=30, max_size=60),
+    st.floats(0.1, 0.9),
+)
+@settings(max_examples=40, deadline=None)
+def test_saved_time_is_that_of_periods_on_average(actions: list[tuple[float, float]], quota: float) -> None:
+    """Over all times at which periods may begin. Actions take 1.5 to 12 periods within the quota."""
+    work = [(waits, lasts * quota) for waits, lasts in actions]
+    kernel = statistics.mean(granted_by_periods(work, quota, (i + 0.5) / 20) for i in range(20))
+    assert saving(work, quota) == pytest.approx(kernel, rel=0.06)
+
+
+def test_without_saved_time_actions_are_predicted_too_long() -> None:
+    """The control of the last test: a quarter of a core, and waits of a period or more before actions of some three."""
+    actions = [(1.0 + 0.37 * (i % 3), (2.5 + i % 11 / 10) * 0.25) for i in range(44)]
+    kernel = statistics.mean(granted_by_periods(actions, 0.25, (i + 0.5) / 20) for i in range(20))
+    assert saving(actions, 0.25) == pytest.approx(kernel, rel=0.05)
+    assert sum(work / 0.25 for _, work in actions) > 1.2 * kernel
+
+
+def test_a_rank_that_never_waits_goes_as_its_quota() -> None:
+    actions = [(0.0, 0.5)] * 50
+    assert saving(actions, 0.25) == pytest.approx(50 * 2, rel=0.01)
+
+
+def test_plans_of_stages_that_wait_are_shorter_by_what_they_save(model: ps.Model) -> None:
+    """Stages in a row wait for each other; a stage by itself does not, and is predicted as without a period."""
+    row, alone = (0.25, 0.5, 0.25), (0.25,)
+    assert seconds(model, row, period=5e-4) < 0.97 * seconds(model, row)
+    assert seconds(model, row, period=1e-9) == pytest.approx(seconds(model, row), rel=1e-3)
+    assert seconds(model, alone, period=5e-4) == pytest.approx(seconds(model, alone), rel=1e-3)
