@@ -11,15 +11,16 @@ has a network namespace, with a network card of a drawn rate (Linux, root, iprou
 this benchmark, and nothing in the planner was fitted to them. A cell is a cluster and one of three models. A forward of
 a microbatch takes a core some 50 ms. The system ends a process's turn at its next tick, and lets it have back what it
 left while it waited. So a device that waits between short computations has more of a core than its quota while it
-computes, and is faster than any rates say: `waiting` in the file says how much.
+computes: `waiting` in the file says how much, and predictions know it by the period of the quota.
 
 Devices have the rates that `penstock doctor` measures within their quota. Cards have the rate that they were given. The
 chosen plan is that of `penstock plan --batch`. Its rivals are the best plan under each other schedule but gpipe, which
 takes as long as 1f1b, all devices from the fastest to the slowest, and the other way round, the fastest by itself, the
 best plan without the slowest, and the chosen order with one cut a product earlier, and later. One more plan is chosen
 with the rates that a plan without a cluster file measures within the quotas. On one host the jobs of all plans are open
-at once, and take turns of some steps. Plans of several hosts run one after the other, a rank on each host. A rival that
-is a fifth slower than the quickest after a round runs no further ones.
+at once, and take turns of some steps. Plans of several hosts run one after the other, a rank on each host. Each begins
+with steps that are not counted, as they touch new memory. A rival that is a fifth slower than the quickest after a
+round runs no further ones; on one host it runs none if its last uncounted step takes half as long again.
 
 Ratios are those of medians of steps. Steps of one run may be a tenth slower than those of the next, so cells whose
 chosen plan is over the goal at worst are run once more, and steps of both runs count (x2 in the table). Memory is the

@@ -27,8 +27,9 @@ from penstock.runtime.job.job import Job
 from penstock.runtime.messages.control import DataSpec
 
 ROUNDS, STEPS, WARM = 3, 3, 2
-# A plan is out after a round in which its steps take this many times those of the quickest.
-OUT = 1.2
+# A plan is out after a round in which its steps take this many times those of the quickest; after the steps that warm
+# it up, which touch new memory, if the last of them takes so many times that of the quickest.
+OUT, OUT_WARM = 1.2, 1.5
 _SECONDS, _BREATH = 240.0, 0.05
 
 
@@ -40,10 +41,10 @@ class Contest:
         self.drawn, self.samples, self.folder, self.keep = drawn, samples, folder, keep
         self.peaks: list[int] = []
 
-    def goes_on(self, name: str, times: Mapping[str, list[float]]) -> bool:
-        """Whether a plan may still be the quickest, or is one to keep."""
+    def goes_on(self, name: str, times: Mapping[str, list[float]], out: float = OUT) -> bool:
+        """Return whether a plan may still be the quickest, or is one to keep."""
         quickest = min(statistics.median(seconds) for seconds in times.values() if seconds)
-        return name in self.keep or statistics.median(times[name]) <= OUT * quickest
+        return name in self.keep or statistics.median(times[name]) <= out * quickest
 
 
 def take_turns(bundles: Mapping[str, Bundle], contest: Contest) -> dict[str, list[float]]:
@@ -58,11 +59,12 @@ def take_turns(bundles: Mapping[str, Bundle], contest: Contest) -> dict[str, lis
             data = DataSpec(str(_data(bundle, contest, name)))
             jobs[name] = stack.enter_context(Job(bundle, timeout=_SECONDS, data=data))
             _place(jobs[name], groups)
+        warm = {name: _steps(job, 1 + WARM)[-1:] for name, job in jobs.items()}
+        jobs = {name: job for name, job in jobs.items() if contest.goes_on(name, warm, OUT_WARM)}
+        times |= {name: seconds for name, seconds in warm.items() if name not in jobs}
         for _ in range(ROUNDS):
             for name, job in jobs.items():
-                # The first batch behind an empty pipeline is none of a long run.
-                ends = [step.at for step in job.steps_from_data(STEPS)]
-                times[name] += [b - a for a, b in pairwise(ends)]
+                times[name] += _steps(job, STEPS)
             jobs = {name: job for name, job in jobs.items() if contest.goes_on(name, times)}
         # Batches that are sent wait at the workers, as plans count them.
         chosen = bundles[next(iter(bundles))]
@@ -70,6 +72,11 @@ def take_turns(bundles: Mapping[str, Bundle], contest: Contest) -> dict[str, lis
             list(job.run(batches(chosen.module, FED)))
             contest.peaks = beyond_base(job)
     return times
+
+
+def _steps(job: Job, count: int) -> list[float]:
+    """Run so many batches, and return the seconds of those that began behind another one, as in a long run."""
+    return [b - a for a, b in pairwise(step.at for step in job.steps_from_data(count))]
 
 
 def run_on_hosts(bundles: Mapping[str, Bundle], contest: Contest) -> dict[str, list[float]]:
