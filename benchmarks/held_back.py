@@ -54,7 +54,7 @@ from truth_runs import load, save
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule_names import PACKED, SYNCHRONOUS
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED
 from penstock.ir.text import print_schedule
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.support.errors import PenstockError
@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {"mlp": (_mlp, 320), "gp
 # ------------------------------------------------------------------------------------------------ plans
 
 
-def best(model: ps.Model, rows: int, cluster: Cluster, schedules: Sequence[str] = (*SYNCHRONOUS, *PACKED)) -> ps.Plan:
+def best(model: ps.Model, rows: int, cluster: Cluster, schedules: Sequence[str] = ALL_SYNCHRONOUS) -> ps.Plan:
     batch = rows * MICROBATCHES
     return ps.plan_best(lambda size: model, cluster, _training(), batch=batch, schedules=schedules, explained=False)
 
@@ -115,7 +115,7 @@ def rivals(model: ps.Model, rows: int, cluster: Cluster, chosen: ps.Plan) -> Ite
     """Yield the plans beside the chosen one."""
     taken = chosen.module.schedule
     assert taken is not None
-    for schedule in (*SYNCHRONOUS, *PACKED):
+    for schedule in ALL_SYNCHRONOUS:
         if schedule not in (taken.name, "gpipe"):
             yield f"best {schedule}", best(model, rows, cluster, (schedule,))
     ordered = sorted(cluster.devices, key=lambda device: -device.flops)

@@ -42,7 +42,7 @@ from penstock.ir.grid import time_per_batch
 from penstock.ir.schedule import Schedule
 from penstock.models import write_mlp
 from penstock.passes.schedules.dealing import equal_shares
-from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs, build_schedule
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs, build_schedule, delay_of
 from penstock.runtime.job.job import Job
 
 
@@ -74,9 +74,9 @@ ROWS = (
     Row(4, 8, 0, FLUSH),
     Row(8, 8, 0, (*FLUSH, "2bw" + CLIP)),
     Row(8, 32, 0, ("1f1b", "2bw")),
-    Row(2, 4, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2")),
+    Row(2, 4, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2", "interleaved-2bw /2")),
     Row(4, 4, 0, ("1f1b", "interleaved /2", "interleaved /4")),
-    Row(4, 16, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2")),
+    Row(4, 16, 0, ("1f1b", "interleaved /2", "interleaved /4", "zb-v /2", "interleaved-2bw /2")),
     Row(4, 8, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
     Row(8, 8, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
     Row(8, 32, 0, ("1f1b" + INSIDE, "1f1b" + AGAIN)),
@@ -173,7 +173,7 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
                 "formula": formula_of(name, row, forward),
                 "ideal": row.microbatches * 3 * forward / each,
                 "live": live[name],
-                "versions": 1 if kind in PACK_SCHEDULES else SCHEDULES[kind].delay + 1,
+                "versions": delay_of(kind) + 1,
                 "times": times[name],
             }
         )

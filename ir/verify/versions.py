@@ -5,6 +5,7 @@ In: a module with a schedule. The checker judges the expanded programs of all ra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -171,21 +172,20 @@ def _check_rank_versions(
 
 
 def _lead(schedule: Schedule, rank: int) -> tuple[int, int]:
-    """Return how many forwards this rank runs ahead of its backwards (0 if it has none), and the delay of its versions
-    in batches.
+    """Return how many forwards of a stage this rank has run ahead at the last backward of a batch, and the delay of its
+    versions in batches. Of several stages the most counts.
     """
-    ahead, delay = -1, 0
-    program = schedule.ranks[rank]
+    program, delay, ahead = schedule.ranks[rank], 0, dict[int, int]()
+    done = Counter[int]()
     for a in (*program.start, *program.batch):
-        if a.kind == BACKWARD:
-            break
         if a.kind == FORWARD:
-            ahead += 1
+            done[a.stage] += 1
             if a.version is not None:
                 delay = a.mb // schedule.microbatches - a.version
-    else:
-        ahead = 0
-    return ahead, delay
+        elif a.kind == BACKWARD:
+            done[a.stage] -= 1
+            ahead[a.stage] = done[a.stage]
+    return max(ahead.values(), default=0), delay
 
 
 def _live(schedule: Schedule, rank: int) -> str:

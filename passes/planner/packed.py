@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.cluster.cluster import Cluster
-from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs, single_like
 from penstock.support.errors import UsageError
 from penstock.support.words import exact_bytes
 
@@ -153,12 +153,13 @@ def _best_of_all(
 
 def _least(shape: _Shape, rows: Sequence[Floats], cuts: Sequence[int]) -> float:
     """Return seconds that a batch takes at least: all work of a device, and once that of the stages before its first
-    one. Where weight gradients are apart, devices wait for nothing with them, so the work of devices alone counts."""
+    one. Where weight gradients are apart, or the pipeline never drains, the work of devices alone counts."""
+    kind = PACK_SCHEDULES[shape.plan.schedule]
     busy, before, passed = dict[int, float](), dict[int, float](), 0.0
     for row, device, (first, last) in zip(rows, shape.devices, pairwise(cuts), strict=True):
         seconds = float(row[last] - row[first])
         busy[device] = busy.get(device, 0.0) + shape.plan.count * seconds
-        before.setdefault(device, 0.0 if PACK_SCHEDULES[shape.plan.schedule].splits else passed)
+        before.setdefault(device, 0.0 if kind.splits or kind.delay else passed)
         passed += seconds
     return max(busy[device] + before[device] for device in busy)
 
@@ -222,16 +223,16 @@ def memory_of_packs(table: Table, fleet: Fleet, plan: PipelinePlan, base: int) -
     """Return the bytes that every device holds. Activations are counted along the program of its rank."""
     kind, packs = PACK_SCHEDULES[plan.schedule], PACK_SCHEDULES[plan.schedule].packs(len(plan.devices), plan.packs)
     program = build_packs(plan.schedule, packs, plan.count)
-    held = {}
+    single, held = SCHEDULES[single_like(plan.schedule)], {}
     for rank, (device, stages) in enumerate(zip(plan.devices, packs, strict=True)):
         parts = []
         for stage in stages:
             part, where = plan.stages[stage], fleet.devices[device]
             data = table.data(part.first, part.last, where, plan.size * plan.count)
-            parts.append(fixed_bytes(table, part.first, part.last, SCHEDULES["1f1b"], 1, data, 0))
+            parts.append(fixed_bytes(table, part.first, part.last, single, 1, data, 0))
         last = WEIGHTS if kind.splits else BACKWARD
         flying, most = dict.fromkeys(stages, 0), 0
-        for action in program.ranks[rank].batch:
+        for action in (*program.ranks[rank].start, *program.ranks[rank].batch):
             flying[action.stage] += (action.kind == FORWARD) - (action.kind == last)
             now = sum(activation_bytes(table, plan.stages[stage], count) for stage, count in flying.items() if count)
             most = max(most, now)

@@ -307,8 +307,9 @@ def _program(plan: PipelinePlan) -> Schedule | None:
     """Return the program of the ranks of a plan with its messages; None where the schedule is none for it."""
     try:
         if plan.schedule in PACK_SCHEDULES:
-            packs = PACK_SCHEDULES[plan.schedule].packs(len(plan.devices), plan.packs)
-            return wire_chain(build_packs(plan.schedule, packs, plan.count))
+            kind = PACK_SCHEDULES[plan.schedule]
+            built = build_packs(plan.schedule, kind.packs(len(plan.devices), plan.packs), plan.count)
+            return wire_chain(built) if _reads_what_is_made(built, kind.delay) else None
         plain = build_schedule(plan.schedule, len(plan.stages), plan.count, [stage.shares for stage in plan.stages])
     except (UsageError, VerifyError):
         return None
@@ -321,10 +322,12 @@ def _reads_what_is_made(schedule: Schedule, delay: int) -> bool:
     """Return whether no rank begins a microbatch before the update that makes its weights, which the passes would
     refuse."""
     for actions in schedule.expand_all(3).values():
-        latest = -1
+        latest: dict[int, int] = {}
         for action in actions:
             if action.kind == UPDATE:
-                latest = action.mb
-            elif action.kind == FORWARD and action.batch(schedule.microbatches) - delay - 1 > latest:
+                latest[action.stage] = action.mb
+            elif action.kind != FORWARD:
+                continue
+            elif action.batch(schedule.microbatches) - delay - 1 > latest.get(action.stage, -1):
                 return False
     return True

@@ -11,42 +11,49 @@ divided by v. In exchange a rank holds more: (v-1)d + 2(d-1) + 1 microbatches of
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE
-from penstock.ir.schedule import Action
+from penstock.ir.schedule import Action, Program
 from penstock.support.errors import UsageError
 
 from .kind import PackKind, PackPlace
 
 
-def order(place: PackPlace, m: int) -> Iterator[Action]:
-    """Yield the program of a rank for batch 1."""
-    d, v, rank = place.ranks, len(place.stages), place.rank
-    rounds = max(1, m // d)
-    if m % rounds:
-        raise UsageError(
-            f"schedule interleaved cannot deal {m} microbatches into {rounds} equal groups for {d} ranks",
-            where="schedule",
-            hint=f"give a multiple of {d} microbatches, or fewer than {2 * d}",
-        )
-    group, done = m // rounds, Counter[tuple[str, int]]()
-    ahead = min((v - 1) * group + 2 * (d - 1 - rank), v * m)
+class Turns:
+    """The forwards and backwards of a rank, each numbered as turns: so many of its stages, one microbatch each. Turn 0
+    is the first of batch 1, and later batches go on behind it."""
 
-    def action(kind: str, turn: int) -> Action:
-        stage = place.stages[turn // group % v if kind == FORWARD else v - 1 - turn // group % v]
-        done[kind, stage] += 1
-        return Action(kind, stage, m + done[kind, stage] - 1)
+    def __init__(self, place: PackPlace, m: int, name: str) -> None:
+        rounds = max(1, m // place.ranks)
+        if m % rounds:
+            raise UsageError(
+                f"schedule {name} cannot deal {m} microbatches into {rounds} equal groups for {place.ranks} ranks",
+                where="schedule",
+                hint=f"give a multiple of {place.ranks} microbatches, or fewer than {2 * place.ranks}",
+            )
+        self._stages, self._m, self._group = place.stages, m, m // rounds
+        # Forwards in front of the first backward: so that no rank waits while the pipeline is full.
+        self.ahead = (len(place.stages) - 1) * self._group + 2 * (place.ranks - 1 - place.rank)
 
-    for turn in range(ahead):
-        yield action(FORWARD, turn)
-    for turn in range(v * m):
-        if ahead + turn < v * m:
-            yield action(FORWARD, ahead + turn)
-        yield action(BACKWARD, turn)
-    for stage in place.stages:
-        yield Action(UPDATE, stage, 1)
+    def forward(self, turn: int) -> Action:
+        return Action(FORWARD, self._stages[turn // self._group % len(self._stages)], self._number(turn))
+
+    def backward(self, turn: int) -> Action:
+        return Action(BACKWARD, self._stages[-1 - turn // self._group % len(self._stages)], self._number(turn))
+
+    def _number(self, turn: int) -> int:
+        """Return the microbatch of a turn, counted from the first of all."""
+        cycle, place = divmod(turn, self._group * len(self._stages))
+        return self._m + cycle * self._group + place % self._group
+
+
+def order(place: PackPlace, m: int) -> Program:
+    turns, count = Turns(place, m, "interleaved"), len(place.stages) * m
+    ahead = min(turns.ahead, count)
+    batch = [turns.forward(turn) for turn in range(ahead)]
+    for turn in range(count):
+        batch += [turns.forward(ahead + turn)] if ahead + turn < count else []
+        batch.append(turns.backward(turn))
+    return Program((), (*batch, *(Action(UPDATE, stage, 1) for stage in place.stages)))
 
 
 KIND = PackKind(

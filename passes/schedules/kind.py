@@ -105,16 +105,17 @@ class PackPlace:
 
 @dataclass(frozen=True, slots=True)
 class PackKind:
-    """A schedule of ranks that run several stages each. `order(place, microbatches)` yields the program of one rank,
-    which drains after every batch. `each` are the numbers of stages on a rank that the planner tries. With `splits`
-    weight gradients run apart, as W. `folded`: stages are dealt to the ranks down and up again (0 3 / 1 2), else round
-    (0 2 / 1 3)."""
+    """A schedule of ranks that run several stages each. `order(place, microbatches)` gives the program of one rank.
+    `each` are the numbers of stages on a rank that the planner tries. With `splits` weight gradients run apart, as W.
+    `folded`: stages are dealt to the ranks down and up again (0 3 / 1 2), else round (0 2 / 1 3). `delay` as of a
+    schedule of one stage on a rank: with one it never drains."""
 
-    order: Callable[[PackPlace, int], Iterator[Action]]
+    order: Callable[[PackPlace, int], Program]
     doc: str
     each: tuple[int, ...]
     splits: bool = False
     folded: bool = False
+    delay: int = 0
 
     def packs(self, ranks: int, each: int) -> tuple[tuple[int, ...], ...]:
         """Return the stages of every rank."""

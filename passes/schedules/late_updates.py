@@ -62,51 +62,60 @@ def _waits(module: Module, stage: int) -> bool:
     return update is not None and any(v.name not in own_names for v in update.ins)
 
 
-def _in_turn(program: Program, kinds: Mapping[int, list[str]]) -> Program:
-    """Return the lists of a rank with several stages, which drains after every batch. AR of a stage comes behind its
-    last gradient. P of all stages come behind all, then N, then U: stages of a rank take each other's results."""
+def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:
+    """Return one rank's lists, which are written for batch 1, with AR, P and N. U of stages that wait stands where its
+    version is needed."""
+    packed = len({a.stage for a in program.batch}) > 1
+    batch = _in_turn(program, delay, kinds, waiting) if packed else _in_place(program, kinds, waiting)
+    for update in (a for a in program.batch if a.kind == UPDATE and a.stage in waiting):
+        _insert_late(batch, update, m, delay, {*ADDERS, *kinds[update.stage]})
+    return Program(program.start, tuple(batch))
+
+
+def _in_place(program: Program, kinds: Mapping[int, list[str]], waiting: set[int]) -> list[Action]:
+    """Return the batch of a rank with one stage, without updates that wait. AR, P and N stand where U stood."""
+    batch: list[Action] = []
+    for action in program.batch:
+        if action.kind == UPDATE:
+            batch += [Action(kind, action.stage, action.mb) for kind in kinds[action.stage]]
+        batch += [] if action.kind == UPDATE and action.stage in waiting else [action]
+    return batch
+
+
+def _in_turn(program: Program, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> list[Action]:
+    """Return the batch of a rank with several stages, without updates that wait. AR of a stage comes behind its last
+    gradient. P of all stages come behind all, then N: stages of a rank take each other's results. Without a delay U of
+    all come then; with one they stay where they are."""
     updates = {a.stage: a for a in program.batch if a.kind == UPDATE}
     last = {a.stage: i for i, a in enumerate(program.batch) if a.kind in ADDERS}
     batch: list[Action] = []
     for i, action in enumerate(program.batch):
         stage = action.stage
-        if action.kind != UPDATE:
+        if action.kind != UPDATE or (delay and stage not in waiting):
             batch.append(action)
         if last.get(stage) == i and stage in updates and SUM in kinds[stage]:
             batch.append(Action(SUM, stage, updates[stage].mb))
-    agreeing = [
-        Action(k, a.stage, a.mb) for k in _AGREEING for a in updates.values() if k != SUM and k in kinds[a.stage]
-    ]
-    return Program(program.start, (*batch, *agreeing, *updates.values()))
+    batch += [Action(k, a.stage, a.mb) for k in _AGREEING for a in updates.values() if k != SUM and k in kinds[a.stage]]
+    return batch if delay else [*batch, *updates.values()]
 
 
-def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:
-    """Return one rank's lists, which are written for batch 1. AR, P and N stand where U stood. U of stages that wait
-    stands where its version is needed."""
-    if len({a.stage for a in program.batch}) > 1:
-        return _in_turn(program, kinds)
-    beginning = min((a.mb % m for a in program.batch if a.kind == FORWARD), default=0)
-    batch: list[Action] = []
-    updates: list[Action] = []
-    for action in program.batch:
-        if action.kind == UPDATE:
-            batch += [Action(kind, action.stage, action.mb) for kind in kinds[action.stage]]
-        (updates if action.kind == UPDATE and action.stage in waiting else batch).append(action)
-    for update in updates:
-        # One forward in this list is the first of its batch. It reads the version that the update of the batch 1 +
-        # delay before made.
-        at, first = next(
-            (i, a)
-            for i, a in enumerate(batch)
-            if (a.kind, a.stage) == (FORWARD, update.stage) and a.mb % m == beginning
-        )
-        number = first.mb // m - 1 - delay
-        done = max(i for i, a in enumerate(batch) if a.kind in ADDERS)
-        # The beginning of this list is the end of the one before, where all numbers are larger by one. Where forwards
-        # run so far ahead that the version cannot exist yet, the update stays in its place. The checker reports the
-        # problem.
-        in_time = number == 0 or (number == 1 and at > done)
-        batch.insert(
-            *((at, update._replace(mb=number)) if in_time else (len(batch), update._replace(mb=min(number, 0) + 1)))
-        )
-    return Program(program.start, tuple(batch))
+def _insert_late(batch: list[Action], update: Action, m: int, delay: int, before: set[str]) -> None:
+    """Insert an update in front of the first forward that reads its version, behind actions of kinds that come `before`
+    it.
+
+    One forward of the stage in this list is the first of its batch. It reads the version that the update of the batch 1
+    + delay before made.
+    """
+    stage = update.stage
+    beginning = min((a.mb % m for a in batch if (a.kind, a.stage) == (FORWARD, stage)), default=0)
+    at, first = next(
+        (i, a) for i, a in enumerate(batch) if (a.kind, a.stage) == (FORWARD, stage) and a.mb % m == beginning
+    )
+    number = first.mb // m - 1 - delay
+    done = max(i for i, a in enumerate(batch) if a.stage == stage and a.kind in before)
+    # The beginning of this list is the end of the one before, where all numbers are larger by one. Where forwards run
+    # so far ahead that the version cannot exist yet, the update stays in its place. The checker reports the problem.
+    in_time = number == 0 or (number == 1 and at > done)
+    batch.insert(
+        *((at, update._replace(mb=number)) if in_time else (len(batch), update._replace(mb=min(number, 0) + 1)))
+    )

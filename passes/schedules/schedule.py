@@ -17,7 +17,7 @@ out what is not its own. All ranks of a team do the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
@@ -27,7 +27,17 @@ from penstock.ir.schedule import MOST_MICROBATCHES, PER_BATCH, Action, Program, 
 from penstock.ir.schedule_names import NAMES, PACKED, TRAINING
 from penstock.support.errors import UsageError
 
-from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, interleaved, zero_bubble, zero_bubble_v
+from . import (
+    delayed_2bw,
+    eager_2bw,
+    flush_1f1b,
+    forward,
+    gpipe,
+    interleaved,
+    interleaved_2bw,
+    zero_bubble,
+    zero_bubble_v,
+)
 from .dealing import Shares, deal, forwards_ahead, shares_of, weights_behind
 from .kind import PackKind, PackPlace, PipelinePlace, ScheduleKind
 from .late_updates import update_late
@@ -40,7 +50,11 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "zb-1f1b": zero_bubble.KIND,
     "forward": forward.KIND,
 }
-PACK_SCHEDULES: dict[str, PackKind] = {"interleaved": interleaved.KIND, "zb-v": zero_bubble_v.KIND}
+PACK_SCHEDULES: dict[str, PackKind] = {
+    "interleaved": interleaved.KIND,
+    "zb-v": zero_bubble_v.KIND,
+    "interleaved-2bw": interleaved_2bw.KIND,
+}
 assert tuple(PACK_SCHEDULES) == PACKED, (tuple(PACK_SCHEDULES), PACKED)
 assert tuple(SCHEDULES) == NAMES, (tuple(SCHEDULES), NAMES)
 assert all(kind.trains == (name in TRAINING) for name, kind in SCHEDULES.items())
@@ -53,8 +67,19 @@ def splits_backward(kind: str) -> bool:
     return row is not None and row.splits
 
 
+def delay_of(kind: str) -> int:
+    """Return how many updates the weights of a microbatch are behind under a schedule; 0 under one that is unknown."""
+    row = _row(kind)
+    return 0 if row is None else row.delay
+
+
 def _row(kind: str) -> ScheduleKind | PackKind | None:
     return SCHEDULES.get(kind) or PACK_SCHEDULES.get(kind)
+
+
+def single_like(kind: str) -> str:
+    """Return the first schedule of one stage on a rank that computes what this one does: that of the same delay."""
+    return next(name for name in TRAINING if SCHEDULES[name].delay == delay_of(kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +122,22 @@ def build_packs(kind: str, packs: Sequence[tuple[int, ...]], microbatches: int, 
         listed = " / ".join(" ".join(map(str, stages)) for stages in expected)
         raise UsageError(f"schedule {kind} needs the stages {listed} on its ranks", where="schedule")
     dealt = deal(share or (microbatches,))
-    orders = [
+    programs = [
         _with_numbers(row.order(PackPlace(place, len(packs), stages), len(numbers)), numbers, microbatches)
         for place, stages in enumerate(packs)
         for numbers in dealt
     ]
-    return Schedule(kind, microbatches, {rank: Program((), tuple(order)) for rank, order in enumerate(orders)})
+    return Schedule(kind, microbatches, dict(enumerate(programs)))
 
 
-def _with_numbers(order: Iterable[Action], numbers: Sequence[int], microbatches: int) -> Iterator[Action]:
-    """Yield the program of a pipeline that runs some microbatches of a batch, written as if there were no others."""
-    for action in order:
-        number = action.mb if action.once else microbatches + numbers[action.mb - len(numbers)]
-        yield action._replace(mb=number)
+def _with_numbers(program: Program, numbers: Sequence[int], microbatches: int) -> Program:
+    """Return the program of a pipeline that runs some microbatches of a batch, written as if there were no others."""
+
+    def numbered(action: Action) -> Action:
+        batch, place = divmod(action.mb, len(numbers))
+        return action if action.once else action._replace(mb=batch * microbatches + numbers[place])
+
+    return Program(tuple(map(numbered, program.start)), tuple(map(numbered, program.batch)))
 
 
 def _check_size(stages: int, microbatches: int) -> None:
@@ -173,7 +201,7 @@ def schedule(module: Module, options: ScheduleOptions) -> Module:
             hint="leave out autodiff for inference, or use kind=1f1b",
         )
     result = _with_updaters(module, result.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ()))
-    return module.but(schedule=update_late(module, result, row.delay if isinstance(row, ScheduleKind) else 0))
+    return module.but(schedule=update_late(module, result, row.delay))
 
 
 def _with_updaters(module: Module, schedule: Schedule) -> Schedule:

@@ -23,7 +23,7 @@ from penstock.ir.schedule import ADDERS, READERS, Action
 from penstock.ir.verify.verifier import check
 from penstock.support.errors import UsageError
 
-from .schedule import PACK_SCHEDULES, SCHEDULES
+from .schedule import PACK_SCHEDULES, SCHEDULES, delay_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
             where="weight-versions",
             hint="delay=0 or 1",
         )
-    known = SCHEDULES[schedule.name].delay if schedule.name in SCHEDULES else 0
-    delay = known if options.delay is None else options.delay
+    delay = delay_of(schedule.name) if options.delay is None else options.delay
     if not 0 <= delay <= 1:
         raise UsageError(f"delay must be 0 or 1, got {delay}", where="weight-versions")
     versions = delay + 1 if options.versions is None else options.versions

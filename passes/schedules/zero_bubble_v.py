@@ -16,21 +16,19 @@ from collections import Counter
 from collections.abc import Iterator
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
-from penstock.ir.schedule import Action
+from penstock.ir.schedule import Action, Program
 from penstock.support.errors import UsageError
 
 from .kind import PackKind, PackPlace
 
 
-def order(place: PackPlace, m: int) -> Iterator[Action]:
-    """Yield the program of a rank for batch 1."""
+def order(place: PackPlace, m: int) -> Program:
+    """Return the program of a rank."""
     if len(place.stages) != 2:
         raise UsageError(f"schedule zb-v needs two stages on each rank, got {len(place.stages)}", where="schedule")
-    for kind, stage, number in _numbered(place, max(2 * place.ranks - 1, m)):
-        if number < m:
-            yield Action(kind, stage, m + number)
-    for stage in place.stages:
-        yield Action(UPDATE, stage, 1)
+    numbered = _numbered(place, max(2 * place.ranks - 1, m))
+    computed = [Action(kind, stage, m + number) for kind, stage, number in numbered if number < m]
+    return Program((), (*computed, *(Action(UPDATE, stage, 1) for stage in place.stages)))
 
 
 def _numbered(place: PackPlace, m: int) -> Iterator[tuple[str, int, int]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.frontends.training import Training
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule_names import PACKED, SYNCHRONOUS
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS
 from penstock.passes.sharding.written import layouts_of
 from penstock.planning import build, search
 from penstock.planning import model as models
@@ -130,7 +130,7 @@ def plan_best(
     *,
     batch: int,
     sizes: Sequence[int | None] = (None,),
-    schedules: Sequence[str] = (*SYNCHRONOUS, *PACKED),
+    schedules: Sequence[str] = ALL_SYNCHRONOUS,
     recompute: str = "auto",
     replicas: int = 0,
     precision: str | None = None,

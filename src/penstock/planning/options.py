@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.ir.schedule_names import PACKED, SYNCHRONOUS, TRAINING
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED, TRAINING
 from penstock.ir.training.rates import EXAMPLES
 from penstock.support.settings import LEVEL, POSITIVE, required, setting, shared
 
@@ -40,7 +40,8 @@ class PlanOptions:
     stages: int = setting(0, "pipeline stages (default: as many as the devices make)", check=POSITIVE, shown="N")
     packs: int = setting(
         1,
-        "stages on each device, for --schedule interleaved or zb-v: a smaller bubble, more in flight (default: 1)",
+        "stages on each device, for --schedule interleaved, zb-v or interleaved-2bw: a smaller bubble, more in flight "
+        "(default: 1)",
         check=POSITIVE,
         shown="N",
         rare=True,
@@ -173,7 +174,7 @@ class SearchOptions:
         shown="N",
     )
     sizes: Sequence[int | None] = (None,)
-    schedules: Sequence[str] = (*SYNCHRONOUS, *PACKED)
+    schedules: Sequence[str] = ALL_SYNCHRONOUS
     recompute: str = shared(PlanOptions, "recompute")
     replicas: int = shared(PlanOptions, "replicas", 0)
     precision: str | None = shared(PlanOptions, "precision")

@@ -50,14 +50,13 @@ from penstock.backends.interface import CompileOptions
 from penstock.ir.batch_shares import updating_stages
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import REPLICAS, Module
-from penstock.ir.schedule_names import SYNCHRONOUS
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 from penstock.passes.memory.offload import ACTIVATIONS, ALL, BOTH, STATE, WEIGHTS
 from penstock.passes.partition.devices import Axes, StageDevices, mesh_axes
 from penstock.passes.partition.modules import OPERATION
 from penstock.passes.pipelines import PASSES
 from penstock.passes.schedules.dealing import equal_shares, fair_shares
-from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs, single_like
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.words import counted
 
@@ -234,8 +233,9 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
     }
     changes: dict[str, dict[str, Any]] = {"partition": partitioned, "schedule": {"shares": shares}}
     if bundle.module.packs and not packed:
-        partitioned |= {"packs": 1, "folded": False, "schedule": SYNCHRONOUS[0]}
-        changes["schedule"]["kind"] = SYNCHRONOUS[0]
+        single = single_like(next(call.options.kind for call in calls if call.name == "schedule"))
+        partitioned |= {"packs": 1, "folded": False, "schedule": single}
+        changes["schedule"]["kind"] = single
         # One stage has its weights on its device all the time.
         what = next((call.options.what for call in calls if call.name == "offload"), STATE)
         changes["offload"] = {"what": {WEIGHTS: STATE, ALL: BOTH}.get(what, what)}

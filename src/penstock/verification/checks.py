@@ -42,7 +42,7 @@ from penstock.ir.names import shown
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.ir.verify.verifier import check
 from penstock.passes.communicate.wire import round_trips
-from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES
+from penstock.passes.schedules import schedule as schedules
 from penstock.planning.build import build
 from penstock.planning.model import from_onnx
 from penstock.planning.options import BuildOptions
@@ -333,8 +333,7 @@ def _verify_parts(bundle: Bundle, reference: Module, weights: Arrays, batch: Arr
 def delay_of(module: Module) -> int:
     """Return the number of updates that the weights of a microbatch are behind, by the schedule of the module."""
     assert module.schedule is not None
-    name = module.schedule.name
-    return 0 if name in PACK_SCHEDULES else SCHEDULES[name].delay
+    return schedules.delay_of(module.schedule.name)
 
 
 def _verify_training(

@@ -34,6 +34,7 @@ CASES = {
     "zb-1f1b": ("zb-1f1b", 4, 1),
     "interleaved": ("interleaved", 2, 2),
     "zb-v": ("zb-v", 2, 2),
+    "interleaved-2bw": ("interleaved-2bw", 2, 2),
     "one device": ("interleaved", 1, 4),
 }
 
@@ -103,6 +104,8 @@ def test_numbers_are_the_same_bit_for_bit(case: str) -> None:
         ("interleaved", "none", True),
         ("interleaved", "all", True),
         ("zb-v", "all", False),
+        ("interleaved-2bw", "none", False),
+        ("interleaved-2bw", "all", True),
         ("one device", "none", False),
     ],
 )

@@ -22,6 +22,8 @@ from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.schedules.dealing import deal
+from penstock.passes.schedules.interleaved import Turns
+from penstock.passes.schedules.kind import PackPlace
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
 from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import ParseError, UsageError, VerifyError
@@ -57,7 +59,8 @@ def orders_of_torch(kind: str, d: int, v: int, m: int) -> list[list[tuple[str, i
     ]
 
 
-SIZES = [(kind, d, v, m) for kind in PACK_SCHEDULES for d in range(1, 7) for v in range(1, 5) for m in range(1, 13)]
+DRAINED = [kind for kind, row in PACK_SCHEDULES.items() if not row.delay]
+SIZES = [(kind, d, v, m) for kind in DRAINED for d in range(1, 7) for v in range(1, 5) for m in range(1, 13)]
 LEGAL = [(kind, d, v, m) for kind, d, v, m in SIZES if (v == 2 if kind == "zb-v" else m % max(1, m // d) == 0)]
 
 
@@ -121,6 +124,84 @@ def test_the_picture_names_stages_where_ranks_have_several():
     assert "2F0" in format_grid(build_packs("interleaved", ((0, 2), (1, 3)), 4), 1)
 
 
+# ------------------------------------------------------------------------------------------------ never drained
+
+
+@pytest.mark.parametrize("d", range(1, 7))
+@pytest.mark.parametrize("v", range(1, 5))
+def test_a_schedule_that_never_drains_has_no_bubble(d, v):
+    """Each further batch takes m(tf+tb) of all stages of a rank. It is that of interleaved, but for the ends of
+    batches: as many forwards at the start, and the same backwards."""
+    for m in range(max(1, 2 * d - 2), 19):
+        if m % max(1, m // d):
+            continue
+        packs = packs_of("interleaved-2bw", d, v)
+        built, drained = build_packs("interleaved-2bw", packs, m), build_packs("interleaved", packs, m)
+        seconds = [simulate(built, batches, 1 / v, 2 / v).finish for batches in (4, 7)]
+        assert seconds[1] - seconds[0] == pytest.approx(3 * 3 * m)
+        for rank, program in built.ranks.items():
+            batch = drained.ranks[rank].batch
+            assert all(a == b for a, b in zip(program.start, batch, strict=False) if b.kind == "F")
+            assert [a for a in program.batch if a.kind == "B"] == [a for a in batch if a.kind == "B"]
+            for stage in packs[rank]:
+                assert sorted(a.kind for a in program.batch if a.stage == stage) == ["B"] * m + ["F"] * m + ["U"]
+
+
+@pytest.mark.parametrize(("d", "m"), [(3, 1), (4, 2), (6, 4)])
+def test_so_few_microbatches_would_wait_for_ever(d, m):
+    """One more runs. The control: the order that is refused, by its turns, does wait."""
+    packs = packs_of("interleaved-2bw", d, 2)
+    with pytest.raises(UsageError, match="would wait for ever"):
+        build_packs("interleaved-2bw", packs, m)
+    simulate(build_packs("interleaved-2bw", packs, m + 1), 3)
+    programs = {}
+    for rank, stages in enumerate(packs):
+        turns = Turns(PackPlace(rank, d, stages), m, "interleaved-2bw")
+        pairs = [(turns.forward(turns.ahead + turn), turns.backward(turn)) for turn in range(2 * m)]
+        start = tuple(turns.forward(turn) for turn in range(turns.ahead))
+        programs[rank] = Program(start, tuple(action for pair in pairs for action in pair))
+    with pytest.raises(VerifyError):
+        simulate(Schedule("interleaved-2bw", m, programs), 3)
+
+
+def test_updates_come_one_after_the_other():
+    """U of a stage stands behind its last backward, and forwards of the next batch behind it."""
+    program = build_packs("interleaved-2bw", packs_of("interleaved-2bw", 2, 2), 4).ranks[0]
+    listed = [(a.kind, a.stage) for a in program.batch]
+    assert [listed[i - 1] for i, entry in enumerate(listed) if entry[0] == "U"] == [("B", 2), ("B", 0)]
+    assert any(entry[0] == "F" for entry in listed[listed.index(("U", 2)) :])
+
+
+@pytest.mark.parametrize(("d", "v"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 2)])
+def test_two_versions_take_as_many_microbatches_as_forwards_run_ahead(d, v):
+    """Legal iff m >= 2d-2, as the checker of versions finds it, which knows nothing of schedules."""
+    module = chain_model([4] * (d * v + 1), [], False).but(cluster=Cluster.local(d))
+    for m in range(1, 2 * d + 2):
+        if m % max(1, m // d):
+            continue
+        options = PipelineOptions(schedule="interleaved-2bw", microbatches=m, packs=v, recompute="none")
+        stages = tuple(f"layer{i}" for i in range(1, d * v))
+        calls = training_pipeline({"kind": "sgd", "lr": 0.1}, {"split_at": stages}, options)
+        if m >= 2 * d - 2:
+            run_passes(module, calls, PASSES)
+            continue
+        with pytest.raises(VerifyError if m >= d - 1 else UsageError) as error:
+            run_passes(module, calls, PASSES)
+        assert f"microbatches >= {2 * d - 2}" in f"{error.value} {error.value.hint}"
+
+
+def test_a_batch_that_never_drains_is_dealt_to_pipelines_beside_each_other():
+    share = (4, 4)
+    built, dealt = build_packs("interleaved-2bw", packs_of("interleaved-2bw", 2, 2), 8, share), deal(share)
+    alone = build_packs("interleaved-2bw", packs_of("interleaved-2bw", 2, 2), 4)
+    for team, numbers in enumerate(dealt):
+        for place in range(2):
+            there, expected = built.ranks[2 * place + team], alone.ranks[place]
+            for actions, others in ((there.start, expected.start), (there.batch, expected.batch)):
+                own = [a if a.once else a._replace(mb=a.mb // 8 * 4 + numbers.index(a.mb % 8)) for a in actions]
+                assert own == list(others)
+
+
 # ------------------------------------------------------------------------------------------------ whole programs
 
 WIDTHS, M = (8, 8, 8, 8, 8), 4
@@ -148,7 +229,9 @@ def trained(module: Module):
 @pytest.mark.parametrize("kind", list(PACK_SCHEDULES))
 @pytest.mark.parametrize(("tied", "skips"), [(False, ()), (True, ()), (False, ((0, 2), (1, 3)))])
 def test_packs_compute_what_a_device_per_stage_does(kind, tied, skips):
-    whole, packed = compiled("1f1b", 4, tied=tied, skips=skips), compiled(kind, 2, 2, tied=tied, skips=skips)
+    """Under a schedule of the same delay. Gradients are clipped, so that updates wait for other stages."""
+    single = "2bw" if PACK_SCHEDULES[kind].delay else "1f1b"
+    whole, packed = compiled(single, 4, tied=tied, skips=skips), compiled(kind, 2, 2, tied=tied, skips=skips)
     verify(packed)
     assert parse_module(print_module(packed)) == packed
     one, other = trained(whole), trained(packed)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from oracles.repository import ROOT
 
-from penstock.ir.schedule_names import DELAYED, INFERENCE, NAMES, PACKED, SYNCHRONOUS, TRAINING
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, DELAYED, INFERENCE, NAMES, PACKED, SYNCHRONOUS, TRAINING
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES
 
 FOLDERS = ("ir", "frontends", "passes", "backends", "runtime", "src/penstock")
@@ -22,8 +22,9 @@ LIST = 3
 def test_the_table_has_the_names_of_the_list() -> None:
     assert tuple(SCHEDULES) == NAMES == (*TRAINING, INFERENCE)
     assert tuple(name for name, kind in SCHEDULES.items() if kind.trains) == TRAINING
-    assert tuple(name for name in TRAINING if SCHEDULES[name].delay) == DELAYED
-    assert sorted((*SYNCHRONOUS, *DELAYED)) == sorted(TRAINING)
+    assert tuple(name for name, kind in (*SCHEDULES.items(), *PACK_SCHEDULES.items()) if kind.delay) == DELAYED
+    assert sorted((*ALL_SYNCHRONOUS, *DELAYED)) == sorted((*TRAINING, *PACKED))
+    assert [name for name in ALL_SYNCHRONOUS if name in TRAINING] == list(SYNCHRONOUS)
     assert tuple(PACK_SCHEDULES) == PACKED
 
 

@@ -49,12 +49,14 @@ def same(one, other):
     assert all(np.array_equal(array, other[2][name]) for name, array in one[2].items())
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
-def test_packs_train_as_a_device_per_stage_does(mlp, tmp_path, schedule):
-    whole = trained(compiled(mlp, tmp_path / "whole", "1f1b", 4))
+@pytest.mark.parametrize(
+    ("schedule", "single"), [("interleaved", "1f1b"), ("zb-v", "1f1b"), ("interleaved-2bw", "2bw")]
+)
+def test_packs_train_as_a_device_per_stage_does(mlp, tmp_path, schedule, single):
+    whole = trained(compiled(mlp, tmp_path / "whole", single, 4))
     packed = compiled(mlp, tmp_path / "packs", schedule, 2, 2)
     same(trained(packed), whole)
-    assert delay_of(open_bundle(packed).module) == 0
+    assert delay_of(open_bundle(packed).module) == (single == "2bw")
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
@@ -76,12 +78,14 @@ def test_packs_train_over_gloo(mlp, tmp_path, monkeypatch):
     assert trained(compiled(mlp, tmp_path / "late", "2bw", 4), 2)[0] != whole[0]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
-def test_packs_are_evaluated_between_steps_as_a_device_per_stage_is(mlp, tmp_path, monkeypatch, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "single"), [("interleaved", "1f1b"), ("zb-v", "1f1b"), ("interleaved-2bw", "2bw")]
+)
+def test_packs_are_evaluated_between_steps_as_a_device_per_stage_is(mlp, tmp_path, monkeypatch, schedule, single):
     rng, held = np.random.default_rng(3), tmp_path / "held.npz"
     # Not whole microbatches: 11 samples are two of 4, one of 2 and one of 1.
     np.savez(held, **{name: rng.standard_normal((11, 8), np.float32) for name in ("x", "labels")})
-    whole = compiled(mlp, tmp_path / "whole", "1f1b", 4)
+    whole = compiled(mlp, tmp_path / "whole", single, 4)
     packed = compiled(mlp, tmp_path / "packs", schedule, 2, 2)
 
     def evaluated(path):
@@ -99,9 +103,10 @@ def test_packs_are_evaluated_between_steps_as_a_device_per_stage_is(mlp, tmp_pat
     assert evaluated(packed) == expected
 
 
-def test_checkpoints_of_packs_and_of_single_stages_load_in_each_other(mlp, tmp_path):
-    whole = compiled(mlp, tmp_path / "whole", "1f1b", 4)
-    packed = compiled(mlp, tmp_path / "packs", "zb-v", 2, 2)
+@pytest.mark.parametrize(("schedule", "single"), [("zb-v", "1f1b"), ("interleaved-2bw", "2bw")])
+def test_checkpoints_of_packs_and_of_single_stages_load_in_each_other(mlp, tmp_path, schedule, single):
+    whole = compiled(mlp, tmp_path / "whole", single, 4)
+    packed = compiled(mlp, tmp_path / "packs", schedule, 2, 2)
     batches = batches_of(open_bundle(whole), 4)
     with ps.open(whole, timeout=60) as job:
         expected = [step.losses for step in job.steps(batches)]
@@ -135,15 +140,17 @@ def test_an_error_names_the_stage_of_its_action(mlp, tmp_path):
     assert place(1, [1, 3], "loading") == "rank 1, stages 1 3, loading"
 
 
-def test_state_stays_elsewhere_on_fewer_devices(tmp_path):
-    """Of packs that become one stage on each device: state then goes in chunks."""
+@pytest.mark.parametrize(("schedule", "single"), [("interleaved", "1f1b"), ("interleaved-2bw", "2bw")])
+def test_state_stays_elsewhere_on_fewer_devices(tmp_path, schedule, single):
+    """Of packs that become one stage on each device, under a schedule of the same delay: state then goes in chunks."""
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=16)
     model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [8] * 9, batch=4))
-    options = {"schedule": "interleaved", "packs": 2, "offload": "state", "spill": str(tmp_path)}
+    options = {"schedule": schedule, "packs": 2, "offload": "state", "spill": str(tmp_path)}
     path = ps.compile(ps.plan(model, Cluster.local(4), training, **options), tmp_path / "four", backend="numpy")
     replan(open_bundle(path), ["cpu:0", "cpu:2", "cpu:3"], tmp_path / "three")
     three = open_bundle(tmp_path / "three")
     assert three.plan["offload"] == "state"
+    assert three.module.schedule.name == single
     assert "c0" in {action.item for action in three.module.schedule.actions()}
     ran = [run_bundle(one, steps=2, progress=False, timeout=60).losses for one in (path, tmp_path / "three")]
     assert ran[0] == pytest.approx(ran[1], rel=1e-6)

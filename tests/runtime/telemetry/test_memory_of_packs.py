@@ -28,7 +28,7 @@ from penstock.runtime.telemetry.memory_trace import measured_account, planned_be
 from penstock.runtime.telemetry.trace import write_trace
 from penstock.support.errors import DoesNotFit
 
-KINDS = ("interleaved", "zb-v")
+KINDS = ("interleaved", "zb-v", "interleaved-2bw")
 
 
 def chain(kind: str, *, tied: bool = False, skips=(), devices: int = 2, packs: int = 2) -> Module:
@@ -148,7 +148,9 @@ def most_at_once(account: Account, module: Module, stages: tuple[int, ...], *, f
     return sum(size * count for size, count in most.items())
 
 
-@pytest.mark.parametrize(("kind", "packs"), [("interleaved", 2), ("interleaved", 4), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("kind", "packs"), [("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("interleaved-2bw", 2)]
+)
 def test_the_peak_is_that_of_all_stages_together(kind, packs):
     """On one device nothing is sent, so the peak is that of values, inputs and temporaries alone."""
     module = chain(kind, skips=((0, 2), (1, 3)), devices=1, packs=packs)

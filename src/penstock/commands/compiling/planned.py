@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.arguments import bounded_dims_of, known_of, settings_from
-from penstock.ir.schedule_names import PACKED, SYNCHRONOUS, TRAINING
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED, TRAINING
 from penstock.planning.options import (
     FOLDER_PREFIX,
     GenerationSettings,
@@ -179,7 +179,7 @@ def _searched(
             f"{', '.join(flags)} with --batch: the planner chooses that",
             hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
         )
-    kinds = {None: (*SYNCHRONOUS, *PACKED), "auto": (*TRAINING, *PACKED)}
+    kinds = {None: ALL_SYNCHRONOUS, "auto": (*TRAINING, *PACKED)}
     schedules = kinds.get(arguments.schedule, (arguments.schedule,))
     settings = settings_from(SearchOptions, arguments, schedules=schedules)
     return search_file(source, _measured(arguments, cluster), training, settings, feedback)
