@@ -134,6 +134,7 @@ CASES: dict[str, Case] = {
         lambda: models.gpt(), trained(ADAMW, microbatches=4), "zb-1f1b", recompute="all", precision="bf16", wire="f16"
     ),
     "gpt-packs": Case(lambda: models.gpt(4), trained(ADAMW, microbatches=4), "interleaved", packs=2),
+    "gpt-packs-2bw": Case(lambda: models.gpt(4), trained(ADAMW, clip=1.0, microbatches=4), "interleaved-2bw", packs=2),
     "gpt-packs-recomputed": Case(
         lambda: models.gpt(4), trained(ADAMW, microbatches=4), "zb-v", packs=2, recompute="all"
     ),
