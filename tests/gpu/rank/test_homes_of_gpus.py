@@ -51,6 +51,22 @@ def test_what_is_elsewhere_trains_the_same_to_the_last_bit(name: str, program: P
     assert sum(peaks) < sum(before)
 
 
+@pytest.mark.parametrize("name", ["chunks, 2bw, a processor beside the GPU", "all of it"])
+def test_a_training_goes_on_from_what_its_homes_saved(name: str, program: Program, tmp_path: Path) -> None:
+    """The control: two steps without a stop have other losses than the last two of four."""
+    case, kind = CASES[name]
+    cases = (
+        {**case, "offload": kind},
+        {**case, "offload": kind, "resumed": True},
+        {**case, "offload": kind, "steps": 2},
+    )
+    whole, resumed, short = trained(program, tmp_path, *cases)
+    assert resumed["losses"] == whole["losses"]
+    assert len(whole["losses"]) == 4
+    assert not resumed["faults"]
+    assert short["losses"] != whole["losses"][2:]
+
+
 @pytest.mark.parametrize(("case", "kind"), [CASES["packs"], CASES["weights"]])
 def test_a_rank_waits_once_for_each_batch(case: dict[str, Any], kind: str, program: Program, tmp_path: Path) -> None:
     """As it does without copies: its GPU waits for these by itself."""

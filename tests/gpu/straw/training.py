@@ -32,7 +32,8 @@ from penstock.runtime.job.run import run_bundle
 
 @dataclass(frozen=True)
 class Case:
-    """One training. `devices` as Cluster.listed takes them; with `shared` all GPUs are the first one."""
+    """One training. `devices` as Cluster.listed takes them; with `shared` all GPUs are the first one. One that is
+    `resumed` stops half-way, and goes on from its checkpoint."""
 
     model: str = "gpt"
     devices: str = "cpu,sm_90"
@@ -47,6 +48,7 @@ class Case:
     shared: bool = False
     backend: str = "tvm"
     steps: int = 4
+    resumed: bool = False
 
 
 def write(name: str, folder: Path) -> api.Model:
@@ -89,11 +91,12 @@ def losses(case: Case, cluster: Cluster, folder: Path, backend: str) -> list[flo
     )
     assert case.model != "wide gpt" or uses_tensor_cores(plan.module)
     bundle = api.compile(plan, folder / "bundle", backend=backend)
-    run_bundle(
-        bundle, data="synthetic", steps=case.steps, metrics=folder / "metrics.jsonl", checkpoint=folder / "checkpoint"
-    )
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    options = {"data": "synthetic", "metrics": folder / "metrics.jsonl", "checkpoint": folder / "checkpoint"}
+    if not case.resumed:
+        return run_bundle(bundle, steps=case.steps, **options).losses
+    half = case.steps // 2
+    begun = run_bundle(bundle, steps=half, **options).losses
+    return begun + run_bundle(bundle, steps=case.steps - half, resume=folder / "checkpoint", **options).losses
 
 
 def _numbers(lines: list[str], kind: str) -> dict[str, list[int]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.ir.cluster.file import cluster_text, read_cluster
+from penstock.ir.cluster.spaces import SpaceWay
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module, print_module
 from penstock.support.errors import UsageError
@@ -82,6 +85,11 @@ def test_ways_between_devices_and_spaces(tmp_path) -> None:
     assert path("a", "dram") == (25e9, 2e-5, {"a on left": 25e9, "card bus on left": 25e9})
     # A slow way to a fast bus stays slow.
     assert path("b", "dram") == (15e9, 0, {"b on left": 15e9, "card bus on left": 25e9})
+    # The fastest way of a card counts, whichever space of the host it goes to.
+    more = replace(cluster, ways=(*cluster.ways, SpaceWay("a", "far", 30e9, 0.0, "bus")))
+    assert dict(more.way("b", cluster.space("dram", "b")).shares)["card bus on left"] == 30e9
+    elsewhere = replace(cluster, ways=(*cluster.ways, SpaceWay("e", "far", 30e9, 0.0, "bus")))
+    assert dict(elsewhere.way("b", cluster.space("dram", "b")).shares)["card bus on left"] == 25e9
     assert path("c", "dram") == (12e9, 9e-6, {"c on left": 12e9})
     assert path("c", "far") == (12e9, 9e-6, {"c on left": 12e9, "left": 40e9})
     assert path("d", "disk") == (1e9, 0, {"d on left": 1e9, "left": 2e9})

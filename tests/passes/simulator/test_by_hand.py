@@ -8,7 +8,7 @@ import pytest
 
 from penstock.ir.cluster.cluster import Cluster, Device, Link
 from penstock.passes.simulator.cores import TURN
-from penstock.passes.simulator.machine import Route, Seat, SimulatedMachine, TransportModel, machine_of
+from penstock.passes.simulator.machine import Route, Seat, SimulatedMachine, TransportModel, machine_of, with_messages
 from penstock.passes.simulator.simulate import simulate
 
 from .hand_written import EAGER, ONE_WAY, lasting, nothing, when, written
@@ -189,6 +189,18 @@ def test_reading_takes_processor_time():
         program, 1, lasting(B=6), lambda *_: 4.0, SimulatedMachine(seats={rank: Seat("h", 1) for rank in range(2)})
     )
     assert when(free, 1)["1B0"] == (0, 6)
+
+
+def test_what_is_read_within_a_quota_is_charged_once():
+    """Rates of a device are within its quota: 10 bytes at 2 a second take 5 seconds, and what it computes waits for
+    none of them. The control: seconds of a whole core, which the quota then makes twice as long."""
+    program = written(1, r0="0SF1>1", r1="1RF1<0 1F1")
+    device = Device("d", quota=0.5, socket_bandwidth=2.0)
+    seat = replace(with_messages(Seat("h", 1, quota=0.5, speeds=(1.0, 0.99)), device), writing=0.0)
+    for reading, seconds in ((seat.reading, 5), (1 / device.socket_bandwidth, 10)):
+        machine = SimulatedMachine(seats=dict.fromkeys((0, 1), replace(seat, reading=reading)))
+        found = simulate(program, 1, lasting(F=1), lambda *_: 10.0, machine)
+        assert when(found, 1)["1RF0<0"][1] == pytest.approx(seconds)
 
 
 def test_a_send_writes_what_fits_into_the_buffer():
