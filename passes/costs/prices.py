@@ -454,5 +454,9 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
 def saved_seconds(graph: Graph, device: Device) -> float:
     """Return the seconds that a forward takes longer because what it saves is in no cache when it is written: it is
     read before, and written back later. Temporaries have memory that was touched a moment before."""
-    saved = sum(value.type.nbytes for value in graph.saved if value not in graph.ins)
-    return 2 * saved / device.bandwidth if device.cache_bandwidth else 0.0
+    return written_seconds(sum(value.type.nbytes for value in graph.saved if value not in graph.ins), device)
+
+
+def written_seconds(nbytes: float, device: Device) -> float:
+    """Return the seconds that bytes take beside the kernel that writes them, where no cache has their place."""
+    return 2 * nbytes / device.bandwidth if device.cache_bandwidth else 0.0

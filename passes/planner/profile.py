@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
 from penstock.ir.types import FLOATS
-from penstock.passes.costs.prices import ROOFLINE, GraphCost, Prices
+from penstock.passes.costs.prices import ROOFLINE, GraphCost, Prices, written_seconds
 from penstock.passes.kernels.libraries import with_libraries
 from penstock.passes.partition.chain import (
     chain_of,
@@ -234,9 +235,16 @@ class _Sized:
         def by_layer(seconds: Floats) -> tuple[float, ...]:
             return tuple(float(x) for x in np.add.reduceat(seconds, list(cuts)))
 
-        forward, backward = by_layer(self._forward(device)), by_layer(self._backward(device))
+        again, backward = by_layer(self._forward(device)), by_layer(self._backward(device))
         weight = by_layer(self._backward(device, self._for_weights(cuts)))
-        return Times(forward, backward, tuple(map(min, weight, backward)), forward, by_layer(self._update(device)))
+        forward = tuple(map(add, again, self._written(device, cuts)))
+        return Times(forward, backward, tuple(map(min, weight, backward)), again, by_layer(self._update(device)))
+
+    def _written(self, device: Device, cuts: Sequence[int]) -> list[float]:
+        """Return the seconds that the forward of each layer takes longer as what it saves is in no cache, where a
+        microbatch touches more than the cache holds."""
+        moved = self.forward_cost[0].moved + (0.0 if self.backward_cost is None else self.backward_cost.moved)
+        return [written_seconds(nbytes, device) if moved > device.cache else 0.0 for nbytes in self._saved(cuts)]
 
     def _for_weights(self, cuts: Sequence[int]) -> list[bool]:
         """Return for each operation of the backward graph whether no earlier layer's backward needs its results."""
