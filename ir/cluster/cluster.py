@@ -109,10 +109,8 @@ class Device:
         refuse_unknown(plain, Device)
         if (threads := plain.get("threads", 1)) not in range(1, MOST_THREADS + 1):
             raise ValueError(f"threads must be 1 to {MOST_THREADS}, got {threads}")
-        if not isinstance(quota := plain.get("quota", 1.0), int | float) or not 0 < quota <= 1:
-            raise ValueError(f"a quota must be above 0 and at most 1, got {quota}")
-        if not isinstance(period := plain.get("quota_period", 0.0), int | float) or not 0 <= period < math.inf:
-            raise ValueError(f"a quota_period is 0 seconds or more, got {period}")
+        if problem := quota_problem(plain.get("kind", "cpu"), plain.get("quota", 1.0), plain.get("quota_period", 0.0)):
+            raise ValueError(problem)
         return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
 
     @property
@@ -136,6 +134,17 @@ class Device:
     def room(self) -> int | None:
         """Bytes that are left for what a module holds; None when unlimited."""
         return max(self.memory - self.taken, 1) if self.memory else self.memory
+
+
+def quota_problem(kind: object, quota: object, period: object) -> str:
+    """Say what is wrong with the quota of a device of a kind, and with its period; "" if nothing is."""
+    if not isinstance(quota, int | float) or not 0 < quota <= 1:
+        return f"a quota must be above 0 and at most 1, got {quota}"
+    if not isinstance(period, int | float) or not 0 <= period < math.inf:
+        return f"a quota_period is 0 seconds or more, got {period}"
+    if kind == "cuda" and (quota < 1 or period):
+        return "a quota is for cpu devices"
+    return "a quota_period without a quota says nothing" if period and quota == 1 else ""
 
 
 # The purpose of bytes that a GPU has `taken`, in lists of what a device holds.

@@ -37,9 +37,8 @@ of several memory spaces in place of `memory`, the first holding tensors; `cache
 `penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`, `shared_overhead` (seconds),
 `socket_bandwidth`, `copy_bandwidth`, the table `efficiency`, the part of the time of its threads that a `quota` leaves
 (1: all of it), granted anew after each `quota_period` (0: evenly), and `source = "measured"`. A device of kind cuda (or
-gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those of the
-usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names
-the host of every device among them, if there are several.
+gpu) says `arch = "sm_90"` instead of a target; its rates are by default those of the usual card of that architecture.
+Without `flops` a CPU has 50 GFLOP/s for each thread. With several [[host]] tables every device names its host.
 
 What is written says everything, so that reading it back gives the same cluster.
 """
@@ -69,6 +68,7 @@ from .cluster import (
     Link,
     LinkClass,
     is_architecture,
+    quota_problem,
 )
 from .gpus import usual_settings
 from .quantities import check_range, parse_quantity
@@ -243,12 +243,8 @@ class _ClusterReader:
         for device in devices:
             if device.kind == "cpu" and device.gpu:
                 self.problems.append(f"device {device.name!r}: gpu is for cuda devices")
-            if device.quota > 1:
-                self.problems.append(f"device {device.name!r}: a quota is 1 at most, got {device.quota:g}")
-            if device.kind == "cuda" and (device.quota != 1 or device.quota_period):
-                self.problems.append(f"device {device.name!r}: a quota is for cpu devices")
-            elif device.quota_period and device.quota == 1:
-                self.problems.append(f"device {device.name!r}: a quota_period without a quota says nothing")
+            if problem := quota_problem(device.kind, device.quota, device.quota_period):
+                self.problems.append(f"device {device.name!r}: {problem}")
         homes: dict[tuple[str, str], list[Device]] = {}
         for device in devices:
             if device.kind == "cuda":
@@ -303,6 +299,10 @@ class _ClusterReader:
         if kind not in KINDS:
             self.problems.append(f"{where}: kind must be one of {', '.join(KINDS)} or gpu, got {kind!r}")
         self._settle_target(where, kind, values, {**defaults, **table})
+        # What a host says of the quotas of its devices is for those that have one.
+        for key in ("quota", "quota_period"):
+            if key not in table and (kind == "cuda" or values.get("quota", 1) == 1):
+                values.pop(key, None)
         spaces = self._spaces(where, kind, values)
         efficiency = values.pop("efficiency", {})
         shares = tuple(self._shares(where, efficiency)) if isinstance(efficiency, dict) else ()

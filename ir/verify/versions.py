@@ -208,5 +208,7 @@ def _legal(schedule: Schedule, other: str = "") -> str:
     most, delay = max(ahead for ahead, _ in leads), max(delay for _, delay in leads)
     ways = [f"microbatches >= {-(-most // delay)}"] if delay and most > delay * schedule.microbatches else []
     ways += [other] if other else []
-    ways += ["schedule 1f1b"] if delay or any(program.start for program in schedule.ranks.values()) else []
+    packed = any(len({a.stage for a in program.batch}) > 1 for program in schedule.ranks.values())
+    drained = "schedule interleaved" if packed else "schedule 1f1b"
+    ways += [drained] if delay or any(program.start for program in schedule.ranks.values()) else []
     return " or ".join(ways)

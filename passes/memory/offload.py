@@ -118,8 +118,15 @@ def _without_weights(module: Module, space: str) -> Module:
     """Return the module with weights and gradients of packs elsewhere while the rank computes other stages."""
     assert module.schedule is not None
     packs = [pack for pack in module.rank_packs() if len(pack) > 2]
+    if packs and not runs_batch_by_batch(module.schedule):
+        raise UsageError(
+            "weights go while a device computes other stages, one batch after the other, and schedule "
+            f"{module.schedule.name} begins a batch before the last one ends",
+            where="offload",
+            hint="--schedule interleaved, or --offload state",
+        )
     homes = {s: _home(module, s, space) for pack in packs for s in pack if movable_weights(module, s)}
-    if not homes or not runs_batch_by_batch(module.schedule):
+    if not homes:
         raise UsageError(
             "weights go while a device computes other stages, one batch after the other: it takes three stages or more",
             where="offload",

@@ -142,7 +142,7 @@ def _best_of_all(
             rows = _rows(planner, shape, recompute)
             last = len(shape.places) - 1
             ways = [(0, *cuts, last) for cuts in combinations(range(1, last), len(shape.devices) - 1)]
-            for least, cuts in sorted((_least(shape, rows, cuts), cuts) for cuts in ways):
+            for least, cuts in sorted((_least(planner, shape, rows, cuts), cuts) for cuts in ways):
                 if least >= step:
                     break
                 plan = shape.cut(cuts, recompute)
@@ -151,15 +151,19 @@ def _best_of_all(
     return best, step
 
 
-def _least(shape: _Shape, rows: Sequence[Floats], cuts: Sequence[int]) -> float:
+def _least(planner: Planner, shape: _Shape, rows: Sequence[Floats], cuts: Sequence[int]) -> float:
     """Return seconds that a batch takes at least: all work of a device, and once that of the stages before its first
-    one. Where weight gradients are apart, or the pipeline never drains, the work of devices alone counts."""
+    one. Where weight gradients are apart, or the pipeline never drains, the work of devices alone counts. What a device
+    saves up within a quota may make each computation shorter."""
     kind = PACK_SCHEDULES[shape.plan.schedule]
     busy, before, passed = dict[int, float](), dict[int, float](), 0.0
-    for row, device, (first, last) in zip(rows, shape.devices, pairwise(cuts), strict=True):
-        seconds = float(row[last] - row[first])
-        busy[device] = busy.get(device, 0.0) + shape.plan.count * seconds
-        before.setdefault(device, 0.0 if kind.splits or kind.delay else passed)
+    for row, number, (first, last) in zip(rows, shape.devices, pairwise(cuts), strict=True):
+        device, seconds = planner.fleet.devices[number], float(row[last] - row[first])
+        # F, B and W.
+        saved = 3 * (1 - device.quota) * device.quota_period
+        seconds = max(device.quota * seconds, seconds - saved) if saved else seconds
+        busy[number] = busy.get(number, 0.0) + shape.plan.count * seconds
+        before.setdefault(number, 0.0 if kind.splits or kind.delay else passed)
         passed += seconds
     return max(busy[device] + before[device] for device in busy)
 

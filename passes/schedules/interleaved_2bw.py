@@ -6,9 +6,9 @@ the stages of a rank update one after the other, while the others compute.
 
 m·t per batch, where t is the time of a forward and a backward of all stages of a rank: as long as 2bw takes where all
 stages are alike, and less where more stages share the work out better. In flight are as many microbatches as in
-interleaved. Before an update rank 0 has run 2(d-1) forwards of the stage behind its batch, however many stages it has.
-They must belong to the next batch, so it is legal iff m >= 2d-2. With less than d-1 forwards of a rank would stand in
-front of a backward that they need.
+interleaved. Before its update the first stage of rank r has run max(g, 2(d-1-r)) forwards behind its batch, where g
+microbatches make a group, and other stages less. They must belong to the next batch, and g <= m: so it is legal iff m
+>= 2d-2. With less than d-1 forwards of a rank would stand in front of a backward that they need.
 """
 
 from __future__ import annotations

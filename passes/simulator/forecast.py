@@ -111,16 +111,19 @@ def forecast(
         (phase, sender, taker, src, dst): _parcelled(values)
         for (src, dst, phase), sender, taker, values in tile_messages(module).messages()
     }
-    machine = replace(machine, together=meeting_ranks(module), copied=copies_of(module), tiles=tiles)
-
-    def lasting(rank: int, action: Action) -> float:
-        return seconds(rank, action) + exchanges.get((rank, timed_kind(module, action.stage, action.kind)), 0.0)
+    machine = replace(
+        machine,
+        together=meeting_ranks(module),
+        exchanged=lambda rank, action: exchanges.get((rank, timed_kind(module, action.stage, action.kind)), 0.0),
+        copied=copies_of(module),
+        tiles=tiles,
+    )
 
     def run(count: int) -> Simulated:
         return simulate(
             schedule,
             count,
-            lasting,
+            seconds,
             lambda phase, a, b: sizes[phase, a, b],
             machine,
             reduced=lambda stage: summed[stage],

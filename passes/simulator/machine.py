@@ -76,14 +76,16 @@ class Copy(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to
-    itself. `together` are the ranks that run a computation at once, by rank, stage and kind. `copied` says what an
-    action of a rank copies. `tiles` are the bytes of messages between unlike meshes and of their largest parcels, by
+    itself. `together` are the ranks that run a computation at once, by rank, stage and kind. `exchanged` says how many
+    seconds values of its collectives travel in an action, beside its own. `copied` says what an action of a rank
+    copies. `tiles` are the bytes of messages between unlike meshes and of their largest parcels, by
     channel."""
 
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
     transport: TransportModel = TransportModel()
     together: Mapping[tuple[int, int, str], tuple[int, ...]] = field(default_factory=dict)
+    exchanged: Callable[[int, Action], float] = lambda rank, action: 0.0
     copied: Callable[[int, Action], Copy] = lambda rank, action: Copy()
     tiles: Mapping[tuple[str, int, int, int, int], tuple[float, float]] = field(default_factory=dict)
 

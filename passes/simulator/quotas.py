@@ -13,7 +13,7 @@ even pace. An action also ends in the part of a period in which the rank runs, w
 
 Known limits: these are averages, and actions that take about a period each may take half as long again. While a rank
 uses what it saved, its core counts as taken by its quota alone. What a rank reads beside its computations uses nothing
-of it.
+of it. A run from an empty pipeline begins with nothing saved.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from .machine import Seat
 
 
 class SavedTime:
-    """The seconds of its actions that a rank need not take, because it waited. At the beginning it waited for long."""
+    """The seconds of its actions that a rank need not take, because it waited. It begins with none, as in the middle of
+    a long run of a rank that does not wait."""
 
     def __init__(self, seat: Seat) -> None:
-        self._quota, self._most = seat.quota, (1 - seat.quota) * seat.period
-        self._saved, self._busy_until = self._most, 0.0
+        self._most = (1 - seat.quota) * seat.period
+        # The parts of their seconds that actions take at full speed: computations, and ends of messages, which are the
+        # work of one thread, and may have the quota of all.
+        self._parts = seat.quota, min(1.0, seat.quota * seat.threads)
+        self._saved = self._busy_until = 0.0
 
-    def shortened(self, now: float, lasts: float) -> float:
-        """Return the seconds of an action that begins now, and takes `lasts` of a rank that never waits. At full speed
-        it takes the part that the quota is."""
+    def shortened(self, now: float, lasts: float, *, is_message: bool = False) -> float:
+        """Return the seconds of an action that begins now, and takes `lasts` of a rank that never waits."""
         self._saved = min(self._most, self._saved + max(0.0, now - self._busy_until))
-        used = min(self._saved, lasts * (1 - self._quota))
+        used = min(self._saved, lasts * (1 - self._parts[is_message]))
         self._saved -= used
         self._busy_until = now + lasts - used
         return lasts - used

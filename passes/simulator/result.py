@@ -30,7 +30,8 @@ Floats = npt.NDArray[np.float64]
 
 class SimulatedStep(NamedTuple):
     """An action of the period. It has the action as written for batch 1, its code in the simulation, its seconds, and
-    its channel if it is a message. It may have to wait for a copy if it `waits`."""
+    its channel if it is a message. It may have to wait for a copy if it `waits`. In `exchanged` seconds of these values
+    of collectives travel, and the rank waits."""
 
     action: Action
     code: int
@@ -38,6 +39,7 @@ class SimulatedStep(NamedTuple):
     channel: Any
     per_batch: bool
     waits: bool = False
+    exchanged: float = 0.0
 
 
 @dataclass(slots=True)

@@ -200,11 +200,12 @@ class _Simulation:
                 if reduces and a.kind in SUM_USERS:
                     code = _TAKE
                 channel = self._channel(rank, a) if code in (_SEND, _RECEIVE, _HAND) else None
-                lasts = seconds(rank, a)
+                exchanged = self.machine.exchanged(rank, a)
+                lasts = seconds(rank, a) + exchanged
                 if not 0 <= lasts < math.inf:
                     raise UsageError(f"an action cannot take {lasts} seconds", where=f"rank {rank}, {a}")
                 waits = copying and (bool(a.item) or code in (_COMPUTE, _TAKE))
-                period.append(SimulatedStep(a, code, lasts, channel, a.once, waits))
+                period.append(SimulatedStep(a, code, lasts, channel, a.once, waits, exchanged))
             steps.append(tuple(period))
         line = RankTimeline([], array("i"), array("d"), array("d"))
         for part, shift in [(steps[0], -1), *((steps[1], t - 1) for t in range(batches + 1))]:
@@ -362,7 +363,9 @@ class _Simulation:
                     self._send(step.channel, mb, now, position)
                 if lasts > 0:
                     if rank in self.saved:
-                        lasts = self.saved[rank].shortened(now, lasts)
+                        computed = lasts - step.exchanged
+                        is_message = step.channel is not None
+                        lasts = step.exchanged + self.saved[rank].shortened(now, computed, is_message=is_message)
                     if rank in self.cores:
                         cores, seat = self.cores[rank]
                         cores.begin(

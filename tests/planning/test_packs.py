@@ -43,6 +43,16 @@ def test_packs_are_taken_where_they_are_faster_as_carried_out(tmp_path: Path) ->
     assert plan.search.taken is not None
 
 
+def test_late_gradients_of_packs_are_told(tmp_path: Path) -> None:
+    """The control: interleaved has none."""
+    for kind, late in (("interleaved-2bw", True), ("interleaved", False)):
+        plan = best(tmp_path, SLOW, schedules=(kind,))
+        assert schedule_of(plan) == kind
+        assert plan.search is not None
+        said = [line for line in argument(plan.search) if "one update late" in line]
+        assert [f"under {kind}" in line for line in said] == [True] * late
+
+
 def test_packs_that_were_simulated_too_fast_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation of layers says a tenth of what they take, where they are worth little. The control is the test above."""
     usual = searching.pack

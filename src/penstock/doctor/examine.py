@@ -175,8 +175,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         problems.append(
             f"other programs keep {load:.1f} of {cores} cores busy: times of several threads and of links are too long"
         )
-    planned = replace(planned, devices=tuple(within(quota, wanted, device) for device in planned.devices))
-    devices = _measured_devices(planned, part, say, problems)
+    devices = _measured_devices(planned, quota, say, problems)
     gpus, why = machine.gpus()
     if why and (gpus or any(Path("/dev").glob("nvidia[0-9]*")) or "not installed" not in why):
         problems.append(f"GPUs: {why}")
@@ -264,9 +263,10 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[str]) -> list[Device]:
+def _measured_devices(planned: Cluster, quota: machine.CoreQuota | None, say: Say, problems: list[str]) -> list[Device]:
     """Return the planned devices with rates measured, all at once, within the part of their time that a quota leaves.
     Where that fails, they come as they are, with a problem."""
+    wanted = sum(device.threads for device in planned.devices)
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as name:
         folder = Path(name)
         say("compiling kernels to measure with")
@@ -276,11 +276,14 @@ def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[st
                 f"measuring {len(planned.devices)} devices with "
                 f"{', '.join(str(d.threads) for d in planned.devices)} threads, all at once"
             )
-            rates = _run_yardsticks(folder, [d.threads for d in planned.devices], part)
+            rates = _run_yardsticks(folder, [d.threads for d in planned.devices], granted(quota, wanted))
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
             return list(planned.devices)
-    return [with_rates(device, measured) for device, measured in zip(planned.devices, rates, strict=True)]
+    return [
+        with_rates(within(quota, wanted, device), measured)
+        for device, measured in zip(planned.devices, rates, strict=True)
+    ]
 
 
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:

@@ -15,7 +15,7 @@ from penstock.ir.action_kinds import ACTION_KINDS
 from penstock.ir.graph import PARAM, Module
 from penstock.ir.ladder.ladder import filling
 from penstock.ir.ops import OPS
-from penstock.ir.schedule_names import SYNCHRONOUS
+from penstock.ir.schedule_names import DELAYED
 from penstock.passes.costs.prices import by_simulation, shown_seconds
 from penstock.passes.memory.lifetimes import memory_table
 from penstock.passes.planner.mixed import helping
@@ -233,9 +233,9 @@ def argument(search: Search) -> Iterator[str]:
             f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: "
             f"{first_reason(reason)}"
         )
-    if plan.schedule not in SYNCHRONOUS:
+    if search.plan.schedule in DELAYED:
         yield (
-            f"planner: under {plan.schedule} gradients are one update late, which is not what plain training "
+            f"planner: under {search.plan.schedule} gradients are one update late, which is not what plain training "
             "computes; --schedule 1f1b is"
         )
     yield from _beside_others(search)

@@ -18,7 +18,8 @@ is the largest of those before. Levels 2 and 3 of zero need equal shares; where 
 1.
 
 Where a device has several stages, it keeps as many. Where the schedule cannot deal the microbatches to so few devices,
-each device gets one stage under 1f1b, which computes the same, and nothing moves between memory spaces.
+each device gets one stage under 1f1b, or 2bw where gradients are late, which computes the same; weights then stay on
+the device.
 
 Devices that only update weights stay what they are, if they come behind all that compute: ranks are in the order of the
 devices. Where stages have no weights for so many of them, the first ones compute. Where none of them is left, stages

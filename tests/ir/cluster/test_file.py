@@ -293,7 +293,7 @@ bandwidth = "10 GHz"
             '[[device]]\nname = "a"\nmemory = 1\nspaces = { ram = 1 }',
             "device 'a': says memory and spaces; memory is the first of the spaces",
         ),
-        ('[[device]]\nname = "a"\nquota = 1.5', "device 'a': a quota is 1 at most, got 1.5"),
+        ('[[device]]\nname = "a"\nquota = 1.5', "device 'a': a quota must be above 0 and at most 1, got 1.5"),
         (
             '[[device]]\nname = "a"\nquota_period = "10 ms"',
             "device 'a': a quota_period without a quota says nothing",
@@ -413,3 +413,42 @@ def test_rates_that_are_no_numbers_never_get_through(tmp_path: Path) -> None:
         for bad in ("nan", "inf", "-inf", "-1", '"1e999"', '"1e999999999"', '"-2 s"'):
             assert len(problems(tmp_path, f'[[device]]\nname = "a"\n{key} = {bad}')) == 1
     assert math.isfinite(load(tmp_path, '[[device]]\nname = "a"\noverhead = 0').devices[0].overhead)
+
+
+def test_quotas_of_a_host_are_those_of_its_processors_within_one(tmp_path: Path) -> None:
+    """A GPU has none, and a device that has whole cores no period."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        """
+        [[host]]
+        name = "here"
+        [host.device]
+        quota = 0.5
+        quota_period = "100 ms"
+        [[device]]
+        name = "a"
+        [[device]]
+        name = "b"
+        quota = 1
+        [[device]]
+        name = "c"
+        kind = "cuda"
+        arch = "sm_90"
+        """
+    )
+    quotas = [(device.quota, device.quota_period) for device in read_cluster(file).devices]
+    assert quotas == [(0.5, 0.1), (1.0, 0.0), (1.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"quota": 0.0}, "above 0 and at most 1"),
+        ({"quota": 0.5, "quota_period": -1.0}, "0 seconds or more"),
+        ({"quota_period": 1.0}, "without a quota"),
+        ({"kind": "cuda", "quota": 0.5}, "for cpu devices"),
+    ],
+)
+def test_texts_of_modules_refuse_the_same_quotas(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Device.from_fields("a", fields, ())

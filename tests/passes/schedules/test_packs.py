@@ -187,7 +187,9 @@ def test_two_versions_take_as_many_microbatches_as_forwards_run_ahead(d, v):
             continue
         with pytest.raises(VerifyError if m >= d - 1 else UsageError) as error:
             run_passes(module, calls, PASSES)
-        assert f"microbatches >= {2 * d - 2}" in f"{error.value} {error.value.hint}"
+        said = f"{error.value} {error.value.hint}"
+        assert f"microbatches >= {2 * d - 2}" in said
+        assert "schedule interleaved" in said
 
 
 def test_a_batch_that_never_drains_is_dealt_to_pipelines_beside_each_other():

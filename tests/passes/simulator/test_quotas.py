@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.ir.cluster.cluster import Cluster
+from penstock.ir.schedule import Action, Program, Schedule
 from penstock.models import write_mlp
 from penstock.passes.simulator import forecast
-from penstock.passes.simulator.machine import Seat
+from penstock.passes.simulator.machine import Seat, SimulatedMachine
 from penstock.passes.simulator.quotas import SavedTime
+from penstock.passes.simulator.simulate import simulate
 from penstock.planning.predict import predict
 
 TRAINING = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3), microbatches=4)
@@ -117,4 +119,25 @@ def test_plans_of_stages_that_wait_are_shorter_by_what_they_save(model: ps.Model
     row, alone = (0.25, 0.5, 0.25), (0.25,)
     assert seconds(model, row, period=5e-4) < 0.97 * seconds(model, row)
     assert seconds(model, row, period=1e-9) == pytest.approx(seconds(model, row), rel=1e-3)
-    assert seconds(model, alone, period=5e-4) == pytest.approx(seconds(model, alone), rel=1e-3)
+    for period in (5e-4, 0.1, 1.0):
+        assert seconds(model, alone, period=period) == pytest.approx(seconds(model, alone), rel=1e-6)
+
+
+def test_ends_of_messages_are_no_faster_than_at_full_speed() -> None:
+    """Two threads within a core: a computation has half of each, a message a whole one. So it saves nothing."""
+    rank = SavedTime(Seat("here", 4, 2, 0.5, 1.0))
+    assert rank.shortened(10.0, 0.3, is_message=True) == 0.3
+    assert rank.shortened(20.0, 0.3) == pytest.approx(0.15)
+    alone = SavedTime(Seat("here", 4, 1, 0.5, 1.0))
+    assert alone.shortened(10.0, 0.3, is_message=True) == pytest.approx(0.15)
+
+
+def test_time_of_networks_is_not_shortened() -> None:
+    """An action of 8 seconds, of which 6 are those of values that travel, and one of 2 behind a wait of 6."""
+    program = Schedule("by hand", 1, {0: Program((), (Action("F", 0, 1), Action("B", 0, 1)))})
+    seats = {0: Seat("here", 4, 1, 0.5, 100.0)}
+    machine = SimulatedMachine(seats=seats, exchanged=lambda rank, action: 6.0 if action.kind == "F" else 0.0)
+    found = simulate(program, 2, lambda rank, action: 2.0, lambda *_: 0.0, machine)
+    lasts = [end - begin for _, begin, end in found.timed(0)]
+    # While values travel the rank saves up for its next computations.
+    assert lasts == pytest.approx([8.0, 1.0, 7.0, 1.0])
