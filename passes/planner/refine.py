@@ -9,8 +9,8 @@ drain they are furthest off there, where links are slow. From the fastest of the
 layers, and microbatches between replicas.
 
 With more devices the search starts with the fastest ones in a row, and changes the devices of one or two stages at a
-time: a device is left out, added, exchanged for another or put on a stage of its own, stages change places or become
-one.
+time: a device is left out, added or exchanged for another, those of a stage become two stages, stages change places or
+become one.
 
 Limits: small plans only (`MOST_ACTIONS`, `_ENOUGH` in all; every order of up to `_MOST_ORDERED` devices, changes with
 up to `_MOST_CHANGED`); microbatches are as large as in a plan that the formulas found.
@@ -45,8 +45,8 @@ MOST_ACTIONS, _MOST_ORDERED, _MOST_CHANGED = 4000, 4, 6
 # The most times as slow as the best that layouts may be by the formulas. The numbers of such layouts, of ways to put
 # several devices on a stage, and of sizes of microbatches that orders are tried with.
 _WITHIN, _MOST_LAYOUTS, _MOST_GROUPED, _SIZES = 1.5, 12, 40, 2
-# The number of starts whose cuts are moved, and the numbers of layers they move by.
-_STARTS, _MOVES = 2, (1, 2, 4, 8)
+# The numbers of starts, and of changes of devices, whose cuts are moved, and the numbers of layers they move by.
+_STARTS, _CHANGES, _MOVES = 6, 3, (1, 2, 4, 8)
 # The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some. The part
 # of them that starts may take: the others are for what is changed from there.
 _ENOUGH, _FOR_STARTS = 8000, 0.6
@@ -165,34 +165,34 @@ def _changed(start: PipelinePlan, planner: Planner, judge_of: SimulatedSteps, de
     best, most = start, planner.wanted.replicas or len(devices)
     seen = {_names(planner, [stage.devices for stage in start.stages])}
     while not judge_of.is_spent:
-        changed = best
+        changed = list[PipelinePlan]()
         for groups in _changes([stage.devices for stage in best.stages], devices):
             names = _names(planner, groups)
             if not groups or max(map(len, groups)) > most or names in seen:
                 continue
             seen.add(names)
             outcome = _best_on(planner, best.schedule, best.size, groups)
-            if outcome is not None and judge_of.step(outcome.plan) < judge_of.step(changed):
-                changed = outcome.plan
-        if changed is best:
+            changed += [] if outcome is None else [outcome.plan]
+        near = best_near(sorted(changed, key=judge_of.step), judge_of, _CHANGES) if changed else best
+        if judge_of.step(near) >= judge_of.step(best):
             break
-        best = _moved(changed, judge_of)
+        best = near
     return best
 
 
 def _changes(groups: Sequence[tuple[int, ...]], devices: Sequence[int]) -> Iterator[Devices]:
-    """Yield the groups with a device less, one more, another or one by itself, with two that change places, and with
-    two neighbours as one."""
+    """Yield the groups with a device less, one more or another, with one in two parts, with two that change places, and
+    with two neighbours as one."""
     idle = [device for device in devices if not any(device in group for group in groups)]
     for s, group in enumerate(groups):
         before, behind = (*groups[:s],), (*groups[s + 1 :],)
         for i in group:
             others = tuple(other for other in group if other != i)
             yield (*before, *([others] if others else []), *behind)
-            if others:
-                yield (*before, (i,), others, *behind)
-                yield (*before, others, (i,), *behind)
             yield from ((*before, tuple(sorted((*others, one))), *behind) for one in idle)
+        for count in range(1, len(group)):
+            for part in combinations(group, count):
+                yield (*before, part, tuple(other for other in group if other not in part), *behind)
         yield from ((*before, tuple(sorted((*group, other))), *behind) for other in idle)
         yield from ((*before, (other,), group, *behind) for other in idle)
         for t in range(s + 1, len(groups)):
@@ -202,10 +202,10 @@ def _changes(groups: Sequence[tuple[int, ...]], devices: Sequence[int]) -> Itera
     yield from ((*groups, (other,)) for other in idle)
 
 
-def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps) -> PipelinePlan:
+def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps, most: int = _STARTS) -> PipelinePlan:
     """Return the best plan that moving cuts and microbatches leads to from the first of some plans, which come in
     order."""
-    return min((_moved(start, judge_of) for start in starts[:_STARTS]), key=judge_of.step)
+    return min((_moved(start, judge_of) for start in starts[:most]), key=judge_of.step)
 
 
 def _moved(start: PipelinePlan, judge_of: SimulatedSteps) -> PipelinePlan:
