@@ -33,7 +33,7 @@ from .cost import activation_bytes, base_of, fixed_bytes
 from .fleet import Fleet
 from .plan import Bytes, Judged, PipelinePlan, StagePlan
 from .planner import Planner
-from .refine import MOST_ACTIONS, SimulatedSteps, best_near
+from .refine import MOST_ACTIONS, STARTS, SimulatedSteps, best_near
 
 # The most ways to cut, for a size of microbatches and a number of stages, that are all tried.
 _MOST_PLANS = 400
@@ -58,7 +58,7 @@ def pack(
         shapes = [shape for order in orders for shape in _shapes(planner, schedule, order)]
         plans = [plan for shape in shapes if (plan := _start(planner, shape)) is not None]
         starts = [plan for plan in sorted(plans, key=judge_of.step) if judge_of.step(plan) < float("inf")]
-        best = best_near(starts, judge_of) if starts else None
+        best = best_near(starts, judge_of, STARTS) if starts else None
         best, step = _best_of_all(planner, cluster, shapes, best, judge_of.step(best) if best else float("inf"))
         if best is not None:
             memory = memory_of_packs(planner.table(best.size), planner.fleet, best, planner.wanted.base)

@@ -46,7 +46,7 @@ MOST_ACTIONS, _MOST_ORDERED, _MOST_CHANGED = 4000, 4, 6
 # several devices on a stage, and of sizes of microbatches that orders are tried with.
 _WITHIN, _MOST_LAYOUTS, _MOST_GROUPED, _SIZES = 1.5, 12, 40, 2
 # The numbers of starts, and of changes of devices, whose cuts are moved, and the numbers of layers they move by.
-_STARTS, _CHANGES, _MOVES = 6, 3, (1, 2, 4, 8)
+STARTS, _CHANGES, _MOVES = 6, 3, (1, 2, 4, 8)
 # The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some. The part
 # of them that starts may take: the others are for what is changed from there.
 _ENOUGH, _FOR_STARTS = 8000, 0.6
@@ -72,7 +72,7 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     judge_of = SimulatedSteps(planner, cluster, most=_FOR_STARTS * _ENOUGH)
     starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
     judge_of.most = _ENOUGH
-    best = best_near(starts, judge_of)
+    best = best_near(starts, judge_of, STARTS)
     if _MOST_ORDERED < len(devices) <= _MOST_CHANGED:
         best = _changed(best, planner, judge_of, devices)
     judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
@@ -202,9 +202,9 @@ def _changes(groups: Sequence[tuple[int, ...]], devices: Sequence[int]) -> Itera
     yield from ((*groups, (other,)) for other in idle)
 
 
-def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps, most: int = _STARTS) -> PipelinePlan:
-    """Return the best plan that moving cuts and microbatches leads to from the first of some plans, which come in
-    order."""
+def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps, most: int) -> PipelinePlan:
+    """Return the best plan that moving cuts and microbatches leads to, from so many of the first of some plans, which
+    come in order."""
     return min((_moved(start, judge_of) for start in starts[:most]), key=judge_of.step)
 
 
