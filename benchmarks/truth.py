@@ -165,16 +165,17 @@ def calibrate(folder: Path) -> dict[str, float]:
     }
 
 
-def beside_tensors(folder: Path) -> float:
+def beside_tensors(folder: Path, replicas: int = 1) -> float:
     """Return the bytes that the ranks of a small GPT take beside its tensors.
 
-    These are the module, its code, and libraries loaded on first use.
+    These are the module, its code, and libraries loaded on first use; of replicas also connections of gloo and what
+    goes through them.
     """
     model = ps.from_onnx(
         write_gpt(folder / "little.onnx", layers=2, width=64, heads=2, vocab=256, positions=32, batch=4)
     )
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-4), microbatches=4)
-    plan = ps.plan(model, Cluster.local(2), training, recompute="none")
+    plan = ps.plan(model, Cluster.local(2), training, recompute="none", replicas=replicas)
     bundle = open_bundle(ps.compile(plan, folder / "little"))
     expected = [row["peak"] for row in plan.as_dict()["memory"].values()]
     with Job(bundle) as job:

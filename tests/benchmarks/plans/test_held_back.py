@@ -91,6 +91,19 @@ def test_the_verdict(capsys):
         assert held_back.judge([missed]) == 1
 
 
+def test_memory_of_replicas_has_more_beside_it():
+    """Of a stage on two devices and one on a third; a pack of two stages on one device is one rank."""
+    one = row(1.0, 1.0, 1.0)
+    one["plans"][held_back.CHOSEN] |= {"devices": [["d0", "d1"], ["d2"]], "memory": [100, 100, 100]}
+    one |= {"peaks": [130, 130, 110], "beside": 10, "beside summing": 30}
+    assert held_back.figures(one)["memory"] == 1.0
+    one["peaks"] = [130, 110, 110]
+    assert held_back.figures(one)["memory"] == pytest.approx(130 / 110)
+    one["plans"][held_back.CHOSEN] |= {"devices": [["d0"], ["d1"], ["d0"], ["d1"]], "memory": [100, 100]}
+    one["peaks"] = [110, 110]
+    assert held_back.figures(one)["memory"] == 1.0
+
+
 def test_a_cell_that_was_run_twice_has_the_steps_of_both():
     old, new = row(1.2, 1.0, 1.0), row(1.0, 1.1, 1.0)
     for one in (old, new):
