@@ -26,7 +26,7 @@ ir/memory/predict.py counts what a chosen plan needs. GPUs have the prices of li
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
@@ -36,7 +36,7 @@ from penstock.ir.batch_shares import microbatch_size
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
 from penstock.ir.types import FLOATS
-from penstock.passes.costs.prices import ROOFLINE, GraphCost, Prices, written_seconds
+from penstock.passes.costs.prices import LAYOUT, ROOFLINE, GraphCost, Prices, family_of, written_seconds
 from penstock.passes.kernels.libraries import with_libraries
 from penstock.passes.partition.chain import (
     chain_of,
@@ -241,10 +241,14 @@ class _Sized:
         return Times(forward, backward, tuple(map(min, weight, backward)), again, by_layer(self._update(device)))
 
     def _written(self, device: Device, cuts: Sequence[int]) -> list[float]:
-        """Return the seconds that the forward of each layer takes longer as what it saves is in no cache, where a
-        microbatch touches more than the cache holds."""
+        """Return the seconds that the forward of each layer takes longer as what it makes and saves is in no cache,
+        where a microbatch touches more than the cache holds. Values in another layout are not saved once more."""
         moved = self.forward_cost[0].moved + (0.0 if self.backward_cost is None else self.backward_cost.moved)
-        return [written_seconds(nbytes, device) if moved > device.cache else 0.0 for nbytes in self._saved(cuts)]
+        written_bytes = [0] * len(cuts)
+        for value, _, home in self._kept(cuts):
+            maker = self.maker_at.get(value)
+            written_bytes[home] += 0 if maker is None or family_of(self.chain[maker]) == LAYOUT else value.type.nbytes
+        return [written_seconds(nbytes, device) if moved > device.cache else 0.0 for nbytes in written_bytes]
 
     def _for_weights(self, cuts: Sequence[int]) -> list[bool]:
         """Return for each operation of the backward graph whether no earlier layer's backward needs its results."""
@@ -323,8 +327,15 @@ class _Sized:
     def _saved(self, cuts: Sequence[int]) -> list[int]:
         """Return the bytes that the backward of each layer needs of the forward pass."""
         saved_bytes = [0] * len(cuts)
+        for value, layers, home in self._kept(cuts):
+            saved_bytes[next(iter(layers)) if len(layers) == 1 else home] += value.type.nbytes
+        return saved_bytes
+
+    def _kept(self, cuts: Sequence[int]) -> Iterator[tuple[Value, set[int], int]]:
+        """Yield the values that the backward needs of the forward pass, with the layers whose backwards do, and the
+        layer that makes it, or takes it first."""
         if self.backward is None:
-            return saved_bytes
+            return
         users: dict[Value, set[int]] = {}
         for at, op in zip(self.backward_at, self.backward.ops, strict=True):
             if at is not None:
@@ -338,8 +349,7 @@ class _Sized:
                 home = min(layers)
             else:
                 continue
-            saved_bytes[next(iter(layers)) if len(layers) == 1 else home] += value.type.nbytes
-        return saved_bytes
+            yield value, layers, home
 
 
 def _places(backward: Graph, position: Mapping[str, int]) -> list[int | None]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations, product
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
 from penstock.ir.cluster.cluster import Cluster
@@ -69,7 +69,8 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     plan = outcome.plan
     if plan.count * len(plan.devices) > MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
-    judge_of = SimulatedSteps(planner, cluster, most=_FOR_STARTS * _ENOUGH)
+    usable = devices if len(devices) <= _MOST_ORDERED else ()
+    judge_of = SimulatedSteps(planner, cluster, most=_FOR_STARTS * _ENOUGH, devices=usable)
     starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
     judge_of.most = _ENOUGH
     best = best_near(starts, judge_of, STARTS)
@@ -212,7 +213,9 @@ def _moved(start: PipelinePlan, judge_of: SimulatedSteps) -> PipelinePlan:
     """Return the best plan that moving one cut, or one microbatch between replicas, at a time leads to."""
     best = start
     while True:
-        moved = min(_neighbours(best, judge_of.table(best)), key=judge_of.step, default=best)
+        table = judge_of.table(best)
+        near = chain(_neighbours(best, table), _with_other_stages(best, table, judge_of.devices))
+        moved = min(near, key=judge_of.step, default=best)
         if judge_of.step(moved) >= judge_of.step(best):
             return best
         best = moved
@@ -235,16 +238,45 @@ def _neighbours(plan: PipelinePlan, table: Table) -> Iterator[PipelinePlan]:
                 )
 
 
+def _with_other_stages(plan: PipelinePlan, table: Table, devices: Sequence[int]) -> Iterator[PipelinePlan]:
+    """Yield the plan with a stage less, whose layers a neighbour takes, and with a small one more on a device that has
+    none; all other cuts stay."""
+    stages = plan.stages
+    for s, stage in enumerate(stages if devices and len(stages) > 1 else ()):
+        before, behind = stages[:s], stages[s + 1 :]
+        if before:
+            yield replace(plan, stages=(*before[:-1], replace(before[-1], last=stage.last), *behind))
+        if behind:
+            yield replace(plan, stages=(*before, replace(behind[0], first=stage.first), *behind[1:]))
+    for device, s, move in product({*devices} - {*plan.devices}, range(len(stages)), _MOVES):
+        before, stage, behind = stages[:s], stages[s], stages[s + 1 :]
+        for cut, in_front in ((stage.first + move, True), (stage.last - move, False)):
+            if stage.first < cut < stage.last and table.cut[cut]:
+                halves = [replace(stage, last=cut), replace(stage, first=cut)]
+                new = 0 if in_front else 1
+                halves[new] = replace(halves[new], devices=(device,), shares=(plan.count,))
+                yield replace(plan, stages=(*before, *halves, *behind))
+
+
 # The reasons that forbid a plan, and its seconds per batch by formulas.
 Checked = Callable[[Table, Fleet, PipelinePlan, int], Judged]
 
 
 class SimulatedSteps:
     """The times of plans by the simulator, each of them once; infinity of those that are illegal, do not fit,
-    or came when enough had been simulated, of which `most` is the limit."""
+    or came when enough had been simulated, of which `most` is the limit. Stages may come and go on `devices`."""
 
-    def __init__(self, planner: Planner, cluster: Cluster, checked: Checked = judge, *, most: float = _ENOUGH) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        cluster: Cluster,
+        checked: Checked = judge,
+        *,
+        most: float = _ENOUGH,
+        devices: Sequence[int] = (),
+    ) -> None:
         self.planner, self.cluster, self._checked, self.most = planner, cluster, checked, most
+        self.devices = devices
         self.known: dict[PipelinePlan, float] = {}
         self._spent = 0
         local_cpus = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]

@@ -36,7 +36,7 @@ from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Outcome
 from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.refine import Refined, refine
-from penstock.passes.planner.sparing import without_little_help
+from penstock.passes.planner.sparing import LITTLE, without_little_help
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError, VerifyError
 from penstock.support.words import flag_for, itemised
 
@@ -252,12 +252,12 @@ class _Searching:
         raise _all_refused(self.refused)
 
     def _packs(self, result: Result, refined: Mapping[str, Refined]) -> dict[str, Packed]:
-        """Return the best plans with several stages on a device, on the devices of plans with one stage on each."""
+        """Return the best plans with several stages on a device, on the devices of other plans, in their order."""
         kinds = [kind for kind in self.options.schedules if kind in PACKED]
         if not kinds:
             return {}
         plans = [one.outcome.plan for one in refined.values()]
-        orders = [plan.devices for plan in plans if 1 < len(plan.devices) == len(plan.stages)]
+        orders = [order for plan in plans if len(plan.devices) > 1 for order in (plan.devices, plan.devices[::-1])]
         if len(kinds) == len(self.options.schedules):
             # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
@@ -307,16 +307,17 @@ class _Searching:
             self.feedback.say(_INTERRUPTED)
         return spared, refined
 
-    def _refined(
-        self, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]]
-    ) -> Iterator[tuple[str, Refined]]:
+    def _refined(self, result: Result, spared: dict[str, tuple[Outcome, list[str]]]) -> Iterator[tuple[str, Refined]]:
         """Yield the best plan of every schedule by simulation, where it is small enough for that."""
-        for kind, (outcome, little) in spared.items():
+        for kind, (outcome, little) in list(spared.items()):
             if result.stopped:
                 return
-            # A device that was just left out because it helps too little does not come back.
-            usable = outcome.plan.devices if little else range(len(result.fleet))
-            if (near := refine(result.planner, self._simulated, outcome, usable)) is not None:
+            everything = refine(result.planner, self._simulated, outcome, range(len(result.fleet)))
+            near = refine(result.planner, self._simulated, outcome, outcome.plan.devices) if little else everything
+            # A device that was left out as it helps too little comes back if it does help by simulation.
+            if little and near is not None and everything is not None and everything.step < near.step * (1 - LITTLE):
+                near, spared[kind] = everything, (outcome, [])
+            if near is not None:
                 yield kind, near
 
     def _profile(self, precision: str | None, sizes: Sequence[int], feedback: Feedback = SILENT) -> Profile:

