@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 from torch import Tensor, nn
@@ -320,6 +321,8 @@ def law(writer: str, names: list[str], folder: Path) -> tuple[set[str], set[str]
 def test_a_file_trains_exactly_the_parameters_of_its_module(writer: str, data: st.DataObject, tmp_path: Path) -> None:
     names = sorted(BLOCKS if writer == "other" else BLOCKS | OF_TORCH)
     drawn = ["linear", *data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4))]
+    # Of these two torch's exporter makes one convolution with other weights.
+    assume(("conv", "batch norm") not in pairwise(drawn))
     found, expected = law(writer, drawn, tmp_path)
     assert found == expected
 
