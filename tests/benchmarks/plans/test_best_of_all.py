@@ -47,6 +47,7 @@ def test_devices_are_slower_but_their_messages_are_not() -> None:
         assert len({device.host for device in cluster.devices}) == len(drawn.speeds)
 
 
+@pytest.mark.slow
 def test_all_plans_are_listed(tmp_path: Path) -> None:
     """Counted by hand for three devices of which no two are alike, and for two that are."""
     model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [64] * 9, batch=8))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import helper, numpy_helper
 from oracles.repository import BENCHMARKS
 
@@ -34,6 +35,7 @@ sys.exit(int(row["error"] > beside_onnxruntime.TOLERANCE))
 """
 
 
+@pytest.mark.slow
 def test_both_are_compared_and_timed_for_each_number_of_threads(tmp_path: Path) -> None:
     models = tmp_path / "models"
     models.mkdir()

@@ -51,7 +51,9 @@ def test_what_is_elsewhere_trains_the_same_to_the_last_bit(name: str, program: P
     assert sum(peaks) < sum(before)
 
 
-@pytest.mark.parametrize("name", ["chunks, 2bw, a processor beside the GPU", "all of it"])
+@pytest.mark.parametrize(
+    "name", ["chunks, 2bw, a processor beside the GPU", pytest.param("all of it", marks=pytest.mark.slow)]
+)
 def test_a_training_goes_on_from_what_its_homes_saved(name: str, program: Program, tmp_path: Path) -> None:
     """The control: two steps without a stop have other losses than the last two of four."""
     case, kind = CASES[name]
@@ -67,7 +69,7 @@ def test_a_training_goes_on_from_what_its_homes_saved(name: str, program: Progra
     assert short["losses"] != whole["losses"][2:]
 
 
-@pytest.mark.parametrize(("case", "kind"), [CASES["packs"], CASES["weights"]])
+@pytest.mark.parametrize(("case", "kind"), [CASES["packs"], pytest.param(*CASES["weights"], marks=pytest.mark.slow)])
 def test_a_rank_waits_once_for_each_batch(case: dict[str, Any], kind: str, program: Program, tmp_path: Path) -> None:
     """As it does without copies: its GPU waits for these by itself."""
     few, many = trained(program, tmp_path, *({**case, "offload": kind, "steps": steps} for steps in (FEW, MANY)))

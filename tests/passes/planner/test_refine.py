@@ -163,6 +163,7 @@ def fastest(planner: Planner, cluster: Cluster) -> float:
     return min(steps)
 
 
+@pytest.mark.slow
 def test_with_replicas_the_plan_is_nearly_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every plan on three devices. The control tries groups of devices by the formulas alone."""
     rng, near, by_formulas = Random(11), [], []
