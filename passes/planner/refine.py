@@ -12,8 +12,8 @@ With more devices the search starts with the fastest ones in a row, and changes 
 time: a device is left out, added or exchanged for another, those of a stage become two stages, stages change places or
 become one.
 
-Limits: small plans only (`MOST_ACTIONS`, `_ENOUGH` in all; every order of up to `_MOST_ORDERED` devices, changes with
-up to `_MOST_CHANGED`); microbatches are as large as in a plan that the formulas found.
+Limits: small plans only (`MOST_ACTIONS`, `_ENOUGH` in all; every order of up to `MOST_ORDERED` devices, changes with
+up to `MOST_CHANGED`); microbatches are as large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .fleet import Fleet
 from .plan import Judged, PipelinePlan
 from .planner import Outcome, Planner
 
-MOST_ACTIONS, _MOST_ORDERED, _MOST_CHANGED = 4000, 4, 6
+MOST_ACTIONS, MOST_ORDERED, MOST_CHANGED = 4000, 4, 6
 # The most times as slow as the best that layouts may be by the formulas. The numbers of such layouts, of ways to put
 # several devices on a stage, and of sizes of microbatches that orders are tried with.
 _WITHIN, _MOST_LAYOUTS, _MOST_GROUPED, _SIZES = 1.5, 12, 40, 2
@@ -69,12 +69,12 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     plan = outcome.plan
     if plan.count * len(plan.devices) > MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
-    usable = devices if len(devices) <= _MOST_ORDERED else ()
+    usable = devices if len(devices) <= MOST_ORDERED else ()
     judge_of = SimulatedSteps(planner, cluster, most=_FOR_STARTS * _ENOUGH, devices=usable)
     starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
     judge_of.most = _ENOUGH
     best = best_near(starts, judge_of, STARTS)
-    if _MOST_ORDERED < len(devices) <= _MOST_CHANGED:
+    if MOST_ORDERED < len(devices) <= MOST_CHANGED:
         best = _changed(best, planner, judge_of, devices)
     judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
     refined = replace(outcome, plan=best, judged=judged, bound=min(outcome.bound, judged.step))
@@ -84,8 +84,8 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
 def _others(planner: Planner, plan: PipelinePlan, devices: Sequence[int]) -> Iterator[PipelinePlan]:
     """Yield the best plans by the formulas of every layout and size of microbatches, and those of every order of the
     devices on stages. With many devices these are rows of the fastest."""
-    if len(devices) > _MOST_ORDERED:
-        if len(devices) <= _MOST_CHANGED:
+    if len(devices) > MOST_ORDERED:
+        if len(devices) <= MOST_CHANGED:
             yield from _rows(planner, plan, devices)
         return
     plans = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]

@@ -35,7 +35,7 @@ from penstock.passes.planner.plan import PipelinePlan as Chosen
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Outcome
 from penstock.passes.planner.profile import Profile, profile_chain
-from penstock.passes.planner.refine import Refined, refine
+from penstock.passes.planner.refine import MOST_CHANGED, MOST_ORDERED, Refined, refine
 from penstock.passes.planner.sparing import LITTLE, without_little_help
 from penstock.support.errors import DoesNotFit, PenstockError, UsageError, VerifyError
 from penstock.support.words import flag_for, itemised
@@ -257,7 +257,8 @@ class _Searching:
         if not kinds:
             return {}
         plans = [one.outcome.plan for one in refined.values()]
-        orders = [order for plan in plans if len(plan.devices) > 1 for order in (plan.devices, plan.devices[::-1])]
+        orders = [plan.devices for plan in plans if len(plan.devices) > 1]
+        orders += [order[::-1] for order in orders if len(order) <= MOST_ORDERED]
         if len(kinds) == len(self.options.schedules):
             # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
@@ -312,11 +313,13 @@ class _Searching:
         for kind, (outcome, little) in list(spared.items()):
             if result.stopped:
                 return
-            everything = refine(result.planner, self._simulated, outcome, range(len(result.fleet)))
-            near = refine(result.planner, self._simulated, outcome, outcome.plan.devices) if little else everything
-            # A device that was left out as it helps too little comes back if it does help by simulation.
-            if little and near is not None and everything is not None and everything.step < near.step * (1 - LITTLE):
-                near, spared[kind] = everything, (outcome, [])
+            everything = range(len(result.fleet))
+            near = refine(result.planner, self._simulated, outcome, outcome.plan.devices if little else everything)
+            if little and near is not None and len(everything) <= MOST_CHANGED:
+                # A device that was left out as it helps too little comes back if it does help by simulation.
+                more = refine(result.planner, self._simulated, outcome, everything)
+                if more is not None and more.step < near.step * (1 - LITTLE):
+                    near, spared[kind] = more, (outcome, [])
             if near is not None:
                 yield kind, near
 
