@@ -30,7 +30,7 @@ from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_
 from penstock.passes.simulator.cores import TURN
 from penstock.passes.simulator.forecast import BATCHES, LOCAL, seat_of
 from penstock.passes.simulator.machine import machine_of
-from penstock.passes.simulator.simulate import simulate
+from penstock.passes.simulator.simulate import simulate, step_seconds
 from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import UsageError, VerifyError
 from penstock.support.hardware import usable_cores
@@ -330,9 +330,10 @@ class SimulatedSteps:
         def reduced(stage: int) -> float:
             return float(table.grads[plan.stages[stage].last] - table.grads[plan.stages[stage].first])
 
-        return simulate(
-            program, BATCHES, seconds, nbytes, machine_of(self.cluster, names, seats), reduced=reduced
-        ).step_seconds
+        machine = machine_of(self.cluster, names, seats)
+        if kind.delay:
+            return simulate(program, BATCHES, seconds, nbytes, machine, reduced=reduced).step_seconds
+        return step_seconds(program, BATCHES, seconds, nbytes, machine, reduced)
 
 
 def _program(plan: PipelinePlan) -> Schedule | None:

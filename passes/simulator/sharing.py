@@ -109,7 +109,7 @@ class Sharing:
                         if resource not in reached:
                             reached[resource] = None
                             open_.append(resource)
-        rates = fair_rates(part.values())
+        rates = fair_rates(part.values()) if len(part) > 1 else {n: _alone(task) for n, task in part.items()}
         for number, task in part.items():
             rate = rates[number]
             if rate != task.rate:
@@ -117,6 +117,11 @@ class Sharing:
                 task.at, task.rate = now, rate
                 task.stamp += 1
                 self._push(now + task.left / rate, task, task.stamp)
+
+
+def _alone(task: Task) -> float:
+    """Return the rate of a task that shares nothing."""
+    return min([task.cap, *(resource.capacity / demand for resource, demand in task.demands)])
 
 
 @dataclass(slots=True)

@@ -30,8 +30,7 @@ from __future__ import annotations
 
 import math
 import sys
-from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -58,6 +57,7 @@ from .cores import Burst, Core, Cores
 from .exchanges import Gatherings
 from .machine import FREE, Route, Seat, SimulatedMachine
 from .moving import MessageChannel, RankPair, move
+from .periods import Repetition, posts, unrolled
 from .quotas import savings
 from .relays import Relays
 from .result import LinkUse, Message, RankTimeline, Simulated, SimulatedStep
@@ -65,6 +65,7 @@ from .sharing import Resource, Sharing
 
 Seconds = Callable[[int, Action], float]
 Bytes = Callable[[str, int, int], float]
+Reduced = Callable[[int], float]
 
 # Bytes per second below which 2^64 bytes would take longer than a float can say.
 _DEAD = sys.float_info.min * 2.0**64
@@ -77,7 +78,7 @@ def simulate(
     nbytes: Bytes,
     machine: SimulatedMachine = FREE,
     *,
-    reduced: Callable[[int], float] | None = None,
+    reduced: Reduced | None = None,
 ) -> Simulated:
     """Run so many batches from an empty pipeline to an empty pipeline. `seconds(rank, action)` is asked once for every
     action of the period, as written for batch 1. `nbytes(phase, source stage, target stage)` is a message,
@@ -85,6 +86,18 @@ def simulate(
     if batches < 1:
         raise UsageError(f"needs at least one batch, got {batches}", where="simulate")
     return _Simulation(schedule, batches, seconds, nbytes, machine, reduced or (lambda stage: 0.0)).run()
+
+
+def step_seconds(
+    schedule: Schedule, batches: int, seconds: Seconds, nbytes: Bytes, machine: SimulatedMachine, reduced: Reduced
+) -> float:
+    """Return the seconds of a batch in a long run, as `simulate` has it, from fewer batches where the run repeats
+    itself before. Only for schedules whose updates no batch overtakes: under others the pace may still change."""
+    simulation = _Simulation(schedule, batches, seconds, nbytes, machine, reduced)
+    if not simulation.crowded:
+        simulation.repetition = Repetition(simulation.lines, simulation.ends)
+    simulated, watch = simulation.run(), simulation.repetition
+    return simulated.step_seconds if watch is None or watch.seconds is None else watch.seconds
 
 
 # ------------------------------------------------------------------------------------------------ events
@@ -116,12 +129,13 @@ class _Simulation:
         seconds: Seconds,
         nbytes: Bytes,
         machine: SimulatedMachine,
-        reduced: Callable[[int], float],
+        reduced: Reduced,
     ) -> None:
         self.schedule, self.machine, self.transport = schedule, machine, machine.transport
         self.batches, self.nbytes, self.reduced = batches, nbytes, reduced
         self.heap: list[tuple[float, int, int, object, int]] = []
         self.number = 0
+        self.repetition: Repetition | None = None
         self.sharing = Sharing(lambda time, task, stamp: self.push(time, _END, task, stamp))
         self.stage_of = {
             rank: next((a.stage for a in (*p.start, *p.batch)), rank) for rank, p in schedule.ranks.items()
@@ -137,9 +151,12 @@ class _Simulation:
         self.arrivals: dict[tuple[int, int, int], int] = {}
         self.awaiting: dict[tuple[int, int, int], int] = {}
         self._take_routes()
+        self.ends: dict[int, list[int]] = {}
         self.lines = {rank: self._line(rank, program, seconds) for rank, program in schedule.ranks.items()}
         self.posts = (
-            {rank: self._posts(line) for rank, line in self.lines.items()} if self.transport.posted is not None else {}
+            {rank: posts(line, _RECEIVE, self.transport) for rank, line in self.lines.items()}
+            if self.transport.posted is not None
+            else {}
         )
         self.relays = Relays(
             self.stage_of, self.lines.values(), _RECEIVE, _HAND, lambda one, other: machine.route(one, other).whole
@@ -188,7 +205,6 @@ class _Simulation:
             self.pairs[key] = RankPair(latency, cap, demands, tuple((self.uses[name], times[name]) for name in speeds))
 
     def _line(self, rank: int, program: Program, seconds: Seconds) -> RankTimeline:
-        m, batches = self.schedule.microbatches, self.batches
         reduces, copying = (
             any(a.kind in kinds for a in (*program.start, *program.batch)) for kinds in ((SUM,), COPIES)
         )
@@ -207,15 +223,7 @@ class _Simulation:
                 waits = copying and (bool(a.item) or code in (_COMPUTE, _TAKE))
                 period.append(SimulatedStep(a, code, lasts, channel, a.once, waits, exchanged))
             steps.append(tuple(period))
-        line = RankTimeline([], array("i"), array("d"), array("d"))
-        for part, shift in [(steps[0], -1), *((steps[1], t - 1) for t in range(batches + 1))]:
-            for step in part:
-                mb = step.action.mb + (shift if step.per_batch else shift * m)
-                if 0 <= mb < (batches if step.per_batch else batches * m):
-                    line.steps.append(step)
-                    line.numbers.append(mb)
-        line.starts.extend([0.0] * len(line.steps))
-        line.finishes.extend([0.0] * len(line.steps))
+        line, self.ends[rank] = unrolled(steps[0], steps[1], self.batches, self.schedule.microbatches)
         return line
 
     def _channel(self, rank: int, action: Action) -> MessageChannel:
@@ -238,23 +246,6 @@ class _Simulation:
         if seat is None or not rate:
             return None, not shared
         return rate * (size if shared else min(size, seat.buffer)), not shared
-
-    def _posts(self, line: RankTimeline) -> tuple[array[int], array[int]]:
-        """Return before which action each receive is posted, as lists linked by position: the first of each action, and
-        the one after each receive."""
-        first, after = array("i", [-1]) * len(line.steps), array("i", [-1]) * len(line.steps)
-        limit, ahead = self.transport.posted or 0, self.transport.look_ahead
-        recent: dict[MessageChannel, deque[int]] = {}
-        places: list[tuple[int, int]] = []
-        for position, step in enumerate(line.steps):
-            if step.code != _RECEIVE:
-                continue
-            before = recent.setdefault(step.channel, deque(maxlen=limit))
-            places.append((position, max(0, position - ahead, before[0] + 1 if len(before) == limit else 0)))
-            before.append(position)
-        for position, at in reversed(places):
-            after[position], first[at] = first[at], position
-        return first, after
 
     def _take_seats(self) -> None:
         """Create a resource for each host whose cores may run short. On other hosts computations take their time,
@@ -294,8 +285,8 @@ class _Simulation:
         for rank in self.lines:
             self._advance(rank, 0.0)
         heap, now = self.heap, 0.0
-        crowded = list(self.crowded.values())
-        while True:
+        crowded, watch = list(self.crowded.values()), self.repetition
+        while watch is None or watch.seconds is None:
             if not heap or heap[0][0] > now:
                 if self.sharing.unsettled:
                     self.sharing.settle(now)
@@ -317,7 +308,7 @@ class _Simulation:
             else:
                 self._reduced(what, now)  # type: ignore[arg-type]
         stuck = [rank for rank, line in self.lines.items() if self.at[rank] < len(line.steps)]
-        if stuck:
+        if stuck and (watch is None or watch.seconds is None):
             waits = ", ".join(
                 f"rank {r} at step {self.at[r]} ({self.lines[r].action(self.at[r], self.schedule.microbatches)})"
                 for r in stuck[:8]
@@ -384,6 +375,8 @@ class _Simulation:
                 self.copies.begin((rank, position), step.action, now, self.sharing, self.pairs)
             position += 1
         self.at[rank] = position
+        if (watch := self.repetition) is not None and position >= watch.next_end[rank]:
+            watch.come(rank, position)
 
     # -------------------------------------------------------------------------------------------- messages
 
