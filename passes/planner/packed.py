@@ -33,10 +33,12 @@ from .cost import activation_bytes, base_of, fixed_bytes
 from .fleet import Fleet
 from .plan import Bytes, Judged, PipelinePlan, StagePlan
 from .planner import Planner
-from .refine import MOST_ACTIONS, STARTS, SimulatedSteps, best_near
+from .refine import MOST_ACTIONS, MOST_CHANGED, MOST_SIMULATED, STARTS, SimulatedSteps, best_near
 
 # The most ways to cut, for a size of microbatches and a number of stages, that are all tried.
 _MOST_PLANS = 400
+# Moves of cuts in a row that are no faster than one that is: so many are simulated more.
+_PATIENCE = 4
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,26 @@ def pack(
     """Return the best plan of every schedule for packs that one of these orders of devices has a plan for."""
     best_of = {}
     for schedule in schedules:
-        judge_of = SimulatedSteps(planner, cluster, judge_packs)
+        judge_of = SimulatedSteps(planner, cluster, judge_packs, patience=_PATIENCE)
         shapes = [shape for order in orders for shape in _shapes(planner, schedule, order)]
         plans = [plan for shape in shapes if (plan := _start(planner, shape)) is not None]
-        starts = [plan for plan in sorted(plans, key=judge_of.step) if judge_of.step(plan) < float("inf")]
-        best = best_near(starts, judge_of, STARTS) if starts else None
+        starts = judge_of.fastest(plans, STARTS)
+        best = _best_near_each(starts, judge_of, MOST_SIMULATED * (2 if len(planner.fleet) <= MOST_CHANGED else 1))
         best, step = _best_of_all(planner, cluster, shapes, best, judge_of.step(best) if best else float("inf"))
         if best is not None:
             memory = memory_of_packs(planner.table(best.size), planner.fleet, best, planner.wanted.base)
             best_of[schedule] = Packed(best, step, memory)
     return best_of
+
+
+def _best_near_each(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps, most: int) -> PipelinePlan | None:
+    """Return the best plan that moving cuts leads to from any of some plans. Each has its part of the most that may be
+    simulated."""
+    near = list[PipelinePlan]()
+    for number, start in enumerate(starts):
+        judge_of.most = judge_of.spent + (most - judge_of.spent) / (len(starts) - number)
+        near.append(best_near([start], judge_of))
+    return min(near, key=judge_of.step, default=None)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,16 @@ With more devices the search starts with the fastest ones in a row, and changes 
 time: a device is left out, added or exchanged for another, those of a stage become two stages, stages change places or
 become one.
 
-Limits: small plans only (`MOST_ACTIONS`, `_ENOUGH` in all; every order of up to `MOST_ORDERED` devices, changes with
+Limits: small plans only (`MOST_ACTIONS`, `MOST_SIMULATED` in all; every order of up to `MOST_ORDERED` devices, changes with
 up to `MOST_CHANGED`); microbatches are as large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, combinations, permutations, product
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
@@ -49,7 +51,9 @@ _WITHIN, _MOST_LAYOUTS, _MOST_GROUPED, _SIZES = 1.5, 12, 40, 2
 STARTS, _CHANGES, _MOVES = 6, 3, (1, 2, 4, 8)
 # The limits of all simulations together: microbatches on ranks, and turns on cores where devices share some. The part
 # of them that starts may take: the others are for what is changed from there.
-_ENOUGH, _FOR_STARTS = 8000, 0.6
+MOST_SIMULATED, _FOR_STARTS = 8000, 0.6
+# The programs that are kept: plans whose cuts alone differ have the same one.
+_PROGRAMS = 256
 # The devices of each stage, in order.
 Devices = Sequence[tuple[int, ...]]
 
@@ -70,10 +74,10 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     if plan.count * len(plan.devices) > MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
     usable = devices if len(devices) <= MOST_ORDERED else ()
-    judge_of = SimulatedSteps(planner, cluster, most=_FOR_STARTS * _ENOUGH, devices=usable)
-    starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
-    judge_of.most = _ENOUGH
-    best = best_near(starts, judge_of, STARTS)
+    judge_of = SimulatedSteps(planner, cluster, most=_FOR_STARTS * MOST_SIMULATED, devices=usable)
+    starts = judge_of.fastest(dict.fromkeys((plan, *_others(planner, plan, devices))), STARTS)
+    judge_of.most = MOST_SIMULATED
+    best = best_near(starts or [plan], judge_of)
     if MOST_ORDERED < len(devices) <= MOST_CHANGED:
         best = _changed(best, planner, judge_of, devices)
     judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
@@ -174,7 +178,8 @@ def _changed(start: PipelinePlan, planner: Planner, judge_of: SimulatedSteps, de
             seen.add(names)
             outcome = _best_on(planner, best.schedule, best.size, groups)
             changed += [] if outcome is None else [outcome.plan]
-        near = best_near(sorted(changed, key=judge_of.step), judge_of, _CHANGES) if changed else best
+        starts = judge_of.fastest(changed, _CHANGES)
+        near = best_near(starts, judge_of) if starts else best
         if judge_of.step(near) >= judge_of.step(best):
             break
         best = near
@@ -203,10 +208,9 @@ def _changes(groups: Sequence[tuple[int, ...]], devices: Sequence[int]) -> Itera
     yield from ((*groups, (other,)) for other in idle)
 
 
-def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps, most: int) -> PipelinePlan:
-    """Return the best plan that moving cuts and microbatches leads to, from so many of the first of some plans, which
-    come in order."""
-    return min((_moved(start, judge_of) for start in starts[:most]), key=judge_of.step)
+def best_near(starts: Sequence[PipelinePlan], judge_of: SimulatedSteps) -> PipelinePlan:
+    """Return the best plan that moving cuts and microbatches leads to, from any of some plans."""
+    return min((_moved(start, judge_of) for start in starts), key=judge_of.step)
 
 
 def _moved(start: PipelinePlan, judge_of: SimulatedSteps) -> PipelinePlan:
@@ -215,10 +219,10 @@ def _moved(start: PipelinePlan, judge_of: SimulatedSteps) -> PipelinePlan:
     while True:
         table = judge_of.table(best)
         near = chain(_neighbours(best, table), _with_other_stages(best, table, judge_of.devices))
-        moved = min(near, key=judge_of.step, default=best)
-        if judge_of.step(moved) >= judge_of.step(best):
+        faster = judge_of.fastest(near, 1, judge_of.step(best))
+        if not faster:
             return best
-        best = moved
+        best = faster[0]
 
 
 def _neighbours(plan: PipelinePlan, table: Table) -> Iterator[PipelinePlan]:
@@ -272,34 +276,75 @@ class SimulatedSteps:
         cluster: Cluster,
         checked: Checked = judge,
         *,
-        most: float = _ENOUGH,
+        most: float = MOST_SIMULATED,
         devices: Sequence[int] = (),
+        patience: float = math.inf,
     ) -> None:
         self.planner, self.cluster, self._checked, self.most = planner, cluster, checked, most
-        self.devices = devices
+        self.devices, self._patience = devices, patience
         self.known: dict[PipelinePlan, float] = {}
-        self._spent = 0
+        self._admitted: dict[PipelinePlan, bool] = {}
+        self.spent = 0
         local_cpus = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
         self._takes_turns = sum(device.threads * device.quota for device in local_cpus) > usable_cores()
 
     @property
     def is_spent(self) -> bool:
         """True when enough was simulated."""
-        return self._spent > self.most
+        return self.spent > self.most
 
     def table(self, plan: PipelinePlan) -> Table:
         return self.planner.table(plan.size)
 
     def step(self, plan: PipelinePlan) -> float:
         if plan not in self.known:
-            if self.is_spent:
+            if not self._admits(plan):
                 return float("inf")
+            self.known[plan] = self._simulated(plan)
+        return self.known[plan]
+
+    def fastest(self, plans: Iterable[PipelinePlan], most: int, below: float = float("inf")) -> list[PipelinePlan]:
+        """Return at most so many plans that take less than some seconds, the fastest first. Those that cannot be among
+        them are not simulated. With `patience` it ends where so many in a row, those with the least work first, are none
+        the faster; then plans count that are simulated, else all that are asked for."""
+        lazy = self._patience < math.inf
+        listed = [(self._least(plan), place, plan) for place, plan in enumerate(plans) if lazy or self._admits(plan)]
+        near, last, patience = list[tuple[float, int, PipelinePlan]](), 0, self._patience
+        for number, (least, place, plan) in enumerate(sorted(listed, key=lambda row: row[:2])):
+            if least >= (below if len(near) < most else near[-1][0]) or (near and number - last > patience):
+                break
+            if (step := self.step(plan)) < below:
+                last = number if not near or step < near[0][0] else last
+                near = sorted([*near, (step, place, plan)], key=lambda row: row[:2])[:most]
+        return [plan for _, _, plan in near]
+
+    def _admits(self, plan: PipelinePlan) -> bool:
+        """Return whether a plan is legal and fits, and came before enough had been simulated."""
+        if plan not in self._admitted:
+            if self.is_spent:
+                return False
             judged = self._checked(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base)
             ranks = max(len(plan.devices), len(plan.stages))
-            self._spent += plan.count * ranks + (int(judged.step / TURN) if self._takes_turns else 0)
-            fits = not judged.against
-            self.known[plan] = self._simulated(plan) if fits else float("inf")
-        return self.known[plan]
+            self.spent += plan.count * ranks + (int(judged.step / TURN) if self._takes_turns else 0)
+            self._admitted[plan] = not judged.against
+        return self._admitted[plan]
+
+    def _least(self, plan: PipelinePlan) -> float:
+        """Return seconds that a batch takes at least: the work of a device. What a device saves up within a quota is
+        no longer than it waits. Under delayed schedules a run may not have come to its pace."""
+        kind = PACK_SCHEDULES.get(plan.schedule) or SCHEDULES[plan.schedule]
+        if kind.delay:
+            return 0.0
+        busy = dict.fromkeys(plan.devices, 0.0)
+        for stage in plan.stages:
+            for number, share in zip(stage.devices, stage.shares, strict=True):
+                device = self.planner.fleet.devices[number]
+                forward, backward, _, again, _ = self.table(plan).times(device)
+                seconds = (2 + kind.splits) * device.call_overhead
+                for sums in (forward, backward, again) if stage.recompute else (forward, backward):
+                    seconds += float(sums[stage.last] - sums[stage.first])
+                busy[number] += share * seconds
+        return max(busy.values())
 
     def _simulated(self, plan: PipelinePlan) -> float:
         table, fleet = self.table(plan), self.planner.fleet
@@ -338,15 +383,23 @@ class SimulatedSteps:
 
 def _program(plan: PipelinePlan) -> Schedule | None:
     """Return the program of the ranks of a plan with its messages; None where the schedule is none for it."""
+    return _program_of(plan.schedule, len(plan.devices), plan.packs, plan.count, tuple(s.shares for s in plan.stages))
+
+
+@lru_cache(_PROGRAMS)
+def _program_of(
+    schedule: str, devices: int, packs: int, count: int, shares: tuple[tuple[int, ...], ...]
+) -> Schedule | None:
+    """Return the same for all plans with so many devices, whatever their cuts are."""
     try:
-        if plan.schedule in PACK_SCHEDULES:
-            kind = PACK_SCHEDULES[plan.schedule]
-            built = build_packs(plan.schedule, kind.packs(len(plan.devices), plan.packs), plan.count)
+        if schedule in PACK_SCHEDULES:
+            kind = PACK_SCHEDULES[schedule]
+            built = build_packs(schedule, kind.packs(devices, packs), count)
             return wire_chain(built) if _reads_what_is_made(built, kind.delay) else None
-        plain = build_schedule(plan.schedule, len(plan.stages), plan.count, [stage.shares for stage in plan.stages])
+        plain = build_schedule(schedule, len(shares), count, shares)
     except (UsageError, VerifyError):
         return None
-    delay = SCHEDULES[plan.schedule].delay
+    delay = SCHEDULES[schedule].delay
     late = sum_late(plain, delay)
     return wire_chain(late) if _reads_what_is_made(late, delay) else None
 

@@ -259,6 +259,11 @@ class _Searching:
         plans = [one.outcome.plan for one in refined.values()]
         orders = [plan.devices for plan in plans if len(plan.devices) > 1]
         orders += [order[::-1] for order in orders if len(order) <= MOST_ORDERED]
+        if plans and MOST_ORDERED < len(result.fleet) <= MOST_CHANGED:
+            # More of them may help packs than help one stage on each.
+            speeds = result.planner.speeds(plans[0].size)
+            ordered = tuple(sorted(range(len(speeds)), key=lambda i: -speeds[i]))
+            orders += [ordered, ordered[::-1]]
         if len(kinds) == len(self.options.schedules):
             # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
