@@ -12,8 +12,8 @@ With more devices the search starts with the fastest ones in a row, and changes 
 time: a device is left out, added or exchanged for another, those of a stage become two stages, stages change places or
 become one.
 
-Limits: small plans only (`MOST_ACTIONS`, `MOST_SIMULATED` in all; every order of up to `MOST_ORDERED` devices, changes with
-up to `MOST_CHANGED`); microbatches are as large as in a plan that the formulas found.
+Limits: small plans only (`MOST_ACTIONS`, `MOST_SIMULATED` in all; every order of up to `MOST_ORDERED` devices, changes
+with up to `MOST_CHANGED`); microbatches are as large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
@@ -305,8 +305,8 @@ class SimulatedSteps:
 
     def fastest(self, plans: Iterable[PipelinePlan], most: int, below: float = float("inf")) -> list[PipelinePlan]:
         """Return at most so many plans that take less than some seconds, the fastest first. Those that cannot be among
-        them are not simulated. With `patience` it ends where so many in a row, those with the least work first, are none
-        the faster; then plans count that are simulated, else all that are asked for."""
+        them are not simulated. With `patience` it ends where so many in a row, those with the least work first, are
+        none the faster. Then plans count that are simulated, else all that are asked for."""
         lazy = self._patience < math.inf
         listed = [(self._least(plan), place, plan) for place, plan in enumerate(plans) if lazy or self._admits(plan)]
         near, last, patience = list[tuple[float, int, PipelinePlan]](), 0, self._patience
