@@ -98,7 +98,7 @@ def request(schedule: str) -> PlanRequest:
 def test_a_mixed_plan_is_within_a_tenth_of_the_best_of_all_cuts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a planner that takes the GPU for no faster than the processor is far off. Where memory is ample the GPU alone is best, and else
     both are."""
-    monkeypatch.setattr(refining, "_ENOUGH", 10**9)
+    monkeypatch.setattr(refining, "MOST_SIMULATED", 10**9)
     chain, tight = MODELS[model]
     for (name, cluster), schedule in product(clusters(tight), SCHEDULES):
         planner = Planner(chain, fleet_of(cluster), request(schedule))
