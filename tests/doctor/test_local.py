@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.commands.parser import main
 from penstock.doctor import local
-from penstock.doctor.kernels import Rates
+from penstock.doctor.kernels import QUICK, Rates, rates_of, yardsticks
 from penstock.doctor.local import LocalRates, measured_cluster
 from penstock.ir.cluster.cluster import MEASURED, Cluster, Device, LinkClass
+from penstock.ir.ops import cost_of
 from penstock.models import write_mlp
+from penstock.passes.costs.prices import ATTENTION, CONVOLUTIONS, SQUARES, cost
 from penstock.planning.facts import sources_of, sources_of_links
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.hardware import CoreQuota
+
+from .known_machine import RATES as SHARES
+from .known_machine import seconds_of
 
 MEASURE = local._measured
 RATES = Rates(1, 9e10, 2e10, 8 << 20, 9e10, 2e-7, 3e-6, {"products": 1.02, "elements": 0.3}, {"f32": 9e10})
@@ -218,6 +225,48 @@ def test_links_are_measured_where_all_their_devices_are() -> None:
     assert sources(("a", MEASURED))["same-host"] == "measured"
 
 
+def test_a_measurement_by_other_yardsticks_is_not_read(
+    calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An older version measured no convolutions: the machine is measured anew, beside the entry of that version."""
+    with monkeypatch.context() as older:
+        older.setattr(local, "QUICK", tuple(name for name in QUICK if not name.startswith("conv")))
+        for _ in range(2):
+            measured_cluster(Cluster.local(2))
+    assert len(calls) == 1
+    for _ in range(2):
+        measured_cluster(Cluster.local(2))
+    assert len(calls) == 2
+    assert len(list((tmp_path / "cache" / "rates").iterdir())) == 2
+
+
+def test_quick_yardsticks_tell_every_family_of_work() -> None:
+    """The rates that they give are those of all yardsticks, but for products of 16 bits. The oracle is a machine of
+    known rates."""
+    times = seconds_of(SHARES)
+    quick = rates_of({name: times[name] for name in QUICK}, 1)
+    assert quick.efficiency == {k: v for k, v in SHARES.efficiency.items() if not k.startswith("products.")}
+    assert (quick.flops, quick.bandwidth, quick.cache) == (SHARES.flops, SHARES.bandwidth, SHARES.cache)
+    assert {CONVOLUTIONS, SQUARES, ATTENTION} < quick.efficiency.keys()
+    # The control: without its yardstick a family has no share.
+    less = rates_of({name: times[name] for name in QUICK if name != "conv"}, 1)
+    assert quick.efficiency.keys() - less.efficiency.keys() == {SQUARES}
+
+
+def test_measured_shares_of_convolutions_price_them(
+    calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A convolution by squares takes as long as the measured share says; without one it has the usual share."""
+    slow = msgspec.structs.replace(RATES, cache=0, cache_bandwidth=0.0, efficiency=RATES.efficiency | {SQUARES: 0.5})
+    (conv,) = next(y.graph.ops for y in yardsticks() if y.name == "conv")
+    usual = cost(conv, measured_cluster(Cluster.local(2)).devices[0]).seconds
+    monkeypatch.setattr(local, "_measured", lambda *asked: LocalRates([slow]))
+    monkeypatch.setenv("PENSTOCK_CACHE", f"{os.environ['PENSTOCK_CACHE']}-2")
+    device = measured_cluster(Cluster.local(2)).devices[0]
+    assert cost(conv, device).seconds == pytest.approx(cost_of(conv).flops / (0.5 * slow.flops) + slow.overhead)
+    assert usual < cost(conv, device).seconds / 2
+
+
 @pytest.mark.slow
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RATES", MEASURED)
@@ -230,7 +279,9 @@ def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 1e9 < device.flops < 1e13
     assert 1e8 < device.bandwidth < 1e12
     assert 0 < device.shared_overhead < 0.1
-    assert 0.01 < dict(device.efficiency)["elements"] < 10
+    shares = dict(device.efficiency)
+    assert {CONVOLUTIONS, SQUARES, ATTENTION, "elements"} < shares.keys()
+    assert all(0.01 < share < 10 for share in shares.values())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     python -m penstock.support.processes yardsticks FOLDER --threads N --part P
 
-`doctor/local.py` takes the few yardsticks of `QUICK`, which compile and run in about a second, for plans of this
+`doctor/local.py` takes the few yardsticks of `QUICK`, which compile and run in some seconds, for plans of this
 machine without a cluster file.
 
 In: a folder with the compiled yardsticks (`compile_yardsticks`), and a process whose environment has the threads.
@@ -73,10 +73,11 @@ _PERIOD = 1 << 20
 BUSY = 0.3
 _RESTED = ("flops", "bandwidth", "cache", "overhead")
 # The yardsticks that say most about models, and compile soonest; the others keep the usual efficiencies. Such a
-# measurement ends after fewer seconds.
+# measurement ends after fewer seconds. A convolution by squares stands for its gradient for the input, and attention
+# for its gradients: they reach the same shares.
 QUICK = (
-    "large", "forward", "weights", "gelu", "softmax", "layer_norm", "transposed", "joined", "update",
-    "sum524288", "sum1048576", "sum4194304", "sum16777216", "tiny1", "tiny33",
+    "large", "forward", "weights", "conv", "conv_weight", "attention", "gelu", "softmax", "layer_norm", "transposed",
+    "joined", "update", "sum524288", "sum1048576", "sum4194304", "sum16777216", "tiny1", "tiny33",
 )  # fmt: skip
 _QUICK_SECONDS = 0.02
 

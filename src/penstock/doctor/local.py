@@ -4,7 +4,8 @@ In: a cluster of equal CPU devices, as `Cluster.local` guesses them. Out: the sa
 as such (`Device.source`), and the class of links between them. What is measured (local_rates.py) is a part of what
 `penstock doctor` measures, by the same yardsticks; all else stays as guessed.
 
-The result lies in the user's cache folder, by processor, host, cores, quota, threads and sources.
+The result lies in the user's cache folder, by processor, host, cores, quota, threads, yardsticks and sources. One by
+fewer yardsticks is not read: the machine is measured anew.
 PENSTOCK_RATES=assumed measures nothing, and neither does PENSTOCK_CACHE=off, which keeps nothing. Devices then have
 the usual rates.
 
@@ -62,7 +63,7 @@ def measured_cluster(cluster: Cluster, say: Say = lambda text: None) -> Cluster:
     threads, count = guesses[0].threads, min(len(guesses), machine.usable_cores(), _MOST)
     store = Cache(cache_folder(), 1 << 20, part="rates")
     quota = machine.core_quota()
-    key = key_of("rates", processor(), socket.gethostname(), repr((machine.usable_cores(), quota, threads, count)))
+    key = _key(quota, threads, count)
     rates = _kept(store, key)
     if rates is None:
         say("measuring this machine, once (PENSTOCK_RATES=assumed: never)")
@@ -76,6 +77,12 @@ def measured_cluster(cluster: Cluster, say: Say = lambda text: None) -> Cluster:
     quota = quota if count == len(guesses) else None
     devices = tuple(within(quota, threads * count, d) if d.kind == "cpu" else d for d in cluster.devices)
     return _with_measured(replace(cluster, devices=devices), rates)
+
+
+def _key(quota: machine.CoreQuota | None, threads: int, count: int) -> str:
+    """Return the key of a measurement of so many devices of so many threads, by what is measured."""
+    what = repr((machine.usable_cores(), quota, threads, count, QUICK))
+    return key_of("rates", processor(), socket.gethostname(), what)
 
 
 def is_wanted() -> bool:
