@@ -38,7 +38,7 @@ from penstock.ir.graph import Module, signature
 from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.interpreter.store import initial_arrays
 from penstock.ir.types import numpy_dtype
-from penstock.runtime.state.store import allocate, fill
+from penstock.runtime.state.tensors import allocate, fill
 
 _GPT = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257, "positions": 1024}
 SPECS = {

@@ -34,7 +34,7 @@ from penstock.ir.graph import Graph, Value
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, TensorType
 from penstock.runtime.checkpoint.finding import find_checkpoint
-from penstock.runtime.state.store import as_array, fill
+from penstock.runtime.state.tensors import as_array, fill
 from penstock.support.errors import UsageError
 
 # Relative errors of losses of a training, beside those of the interpreter.

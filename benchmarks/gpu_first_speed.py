@@ -24,7 +24,7 @@ from penstock.ir.graph import PARAM, Module, signature
 from penstock.ir.interpreter.ops import TYPED
 from penstock.ir.interpreter.store import initial_arrays
 from penstock.ir.types import numpy_dtype
-from penstock.runtime.state.store import allocate, fill
+from penstock.runtime.state.tensors import allocate, fill
 
 if TYPE_CHECKING:
     from gpu_first import Payload

@@ -26,7 +26,7 @@ from penstock.ir.memory.workspace import kernels_in_order
 from penstock.ir.ops import EXCHANGES
 from penstock.passes.costs.prices import GraphCost
 from penstock.runtime.group.group import RankGroup
-from penstock.runtime.state.store import CPU
+from penstock.runtime.state.tensors import CPU
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.overdue import Overdue

@@ -50,7 +50,8 @@ from penstock.runtime.group.group import RankGroup, host_store, join_store
 from penstock.runtime.group.neighbours import connect, ends_of, identity
 from penstock.runtime.launch.local import loopback_name, thread_environment
 from penstock.runtime.messages.status import Status
-from penstock.runtime.state.store import TORCH_DTYPES, Store
+from penstock.runtime.state.store import Store
+from penstock.runtime.state.tensors import TORCH_DTYPES
 from penstock.runtime.transport.transport import End, RankTransport
 from penstock.runtime.worker.executor import Conduct, Executor
 from penstock.runtime.worker.feeds import DataFeed

@@ -389,7 +389,8 @@ class _Pipeline:
         image, store = stage_images(self.module, action.stage).get(action.item), rank.stores[action.stage]
         if image is None:
             raise VerifyError(f"stage {action.stage} has no {action.item} with a home")
-        {COPY_IN: store.bring, COPY_OUT: store.store, LET_GO: store.let_go}[action.kind](image.variables)
+        moves = {COPY_IN: store.bring, COPY_OUT: store.store, LET_GO: store.let_go}
+        moves[action.kind](image.variables, action.version)
         return True
 
     def _let_go(self, rank: InterpretedRank, action: Action) -> bool:

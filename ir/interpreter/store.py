@@ -6,6 +6,7 @@ nowhere else; a read of a version that is not there is an error, never a silent 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -104,7 +105,8 @@ class VersionStore:
     batch)` fixes what a graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and
     newest + 1.
 
-    Variables with a home are there until `bring`. `let_go` leaves nothing of them in their slots.
+    Variables with a home are there until `bring`, each version by itself. What is brought twice is let go of twice;
+    that leaves nothing of it in its slot.
     """
 
     def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:
@@ -121,8 +123,11 @@ class VersionStore:
                 continue
             self.slots[name], self.held[name] = [None] * count, [None] * count
             self.slots[name][first % count], self.held[name][first % count] = array, first
-        self.homes = {name: self.slots[name][0] for name in arrays if variables[name].home}
-        self.let_go(self.homes)
+        # The versions at home, by slot, and how often what is on the device was brought.
+        self.homes = {name: list(self.slots[name]) for name in arrays if variables[name].home}
+        self._claims = Counter[tuple[str, int]]()
+        for name in self.homes:
+            self._forget(name, first % len(self.slots[name]))
         self._version: int | None = None
         self._made: int | None = None
         self._batch = 0
@@ -132,26 +137,43 @@ class VersionStore:
         at = version % len(self.slots[var])
         if self.held[var][at] != self.newest[var]:
             self.slots[var][at], self.held[var][at] = array, version
+            if var in self.homes:
+                self.homes[var][at] = array
+                self._forget(var, at)
 
-    def bring(self, names: Iterable[str]) -> None:
-        """Copy variables from their home to the device."""
+    def bring(self, names: Iterable[str], version: int | None = None) -> None:
+        """Copy variables from their home to the device. One that is not made yet has nothing there."""
         for name in names:
-            self.slots[name][0] = self.homes[name]
+            at = self._place(name, version)
+            self._claims[name, at] += 1
+            if self._claims[name, at] == 1:
+                self.slots[name][at] = self.homes[name][at]
+                if self.slots[name][at] is None or (version is not None and version > self.newest[name]):
+                    self._forget(name, at)
 
-    def store(self, names: Iterable[str]) -> None:
+    def store(self, names: Iterable[str], version: int | None = None) -> None:
         """Copy variables from the device to their home."""
         for name in names:
-            self.homes[name] = self.slots[name][0]
+            at = self._place(name, version)
+            self.homes[name][at] = self.slots[name][at]
 
-    def let_go(self, names: Iterable[str]) -> None:
+    def let_go(self, names: Iterable[str], version: int | None = None) -> None:
         """Give the memory of variables back: what reads it then reads nothing that makes sense."""
         for name in names:
-            held = self.slots[name][0]
-            assert held is not None
-            nothing = (
-                np.nan if held.dtype.kind not in "iub" else np.iinfo(held.dtype).min if held.dtype.kind == "i" else 1
-            )
-            self.slots[name][0] = np.full_like(held, nothing)
+            at = self._place(name, version)
+            self._claims[name, at] -= 1
+            if not self._claims[name, at]:
+                self._forget(name, at)
+
+    def _place(self, name: str, version: int | None) -> int:
+        return 0 if version is None else version % len(self.slots[name])
+
+    def _forget(self, name: str, at: int) -> None:
+        """Leave nothing in a slot that makes sense."""
+        like = next(array for array in (self.slots[name][at], *self.homes[name]) if array is not None)
+        kind = like.dtype.kind
+        nothing = np.nan if kind not in "iub" else np.iinfo(like.dtype).min if kind == "i" else 1
+        self.slots[name][at] = np.full_like(like, nothing)
 
     def at(self, version: int | None = None, made: int | None = None, batch: int = 0) -> VersionStore:
         self._version, self._made, self._batch = version, made, batch
@@ -162,16 +184,15 @@ class VersionStore:
         return sum(slot is not None for slot in self.slots[var])
 
     def latest(self, var: str) -> Array:
-        at_home = self.homes.get(var)
-        if at_home is not None:
-            return at_home
-        return self._version_of(var, self.newest.get(var, 0))
+        newest = self.newest.get(var, 0)
+        at_home = self.homes[var][newest % len(self.slots[var])] if var in self.homes else None
+        return self._version_of(var, newest) if at_home is None else at_home
 
     def before_latest(self, var: str) -> Array | None:
         """Return the version before the newest, while it is alive."""
         version = self.newest[var] - 1
         at = version % len(self.slots[var])
-        return self.slots[var][at] if self.held[var][at] == version else None
+        return (self.homes.get(var) or self.slots[var])[at] if self.held[var][at] == version else None
 
     def _version_of(self, var: str, version: int) -> Array:
         if var not in self.slots:

@@ -5,17 +5,22 @@ In: a module. An item is named by a letter, perhaps with a number (ir/action_kin
 stage's optimiser state that have a home, `c0` those of chunk 0 of it, `w` its parameters and `g` its gradients. It
 lies at home as it lies on the device, one variable behind the other: its *image*. CI takes memory on the device for the
 whole image, L with the item gives it back.
+
+Weights of which there are two versions have an image for each, and their moves name one: `0CI2@1:w`. What is there
+already is *claimed* once more by a CI, and nothing is copied; each L ends a claim, and the last one gives the memory
+back. A version that the update of the same batch makes has no copy at home yet: its CI takes memory alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import COPY_IN, GRADIENTS_ITEM, LET_GO, STATE_ITEM, UPDATE, WEIGHTS_ITEM
 from penstock.ir.graph import GRAD, PARAM, Module, Var, stage_vars, touched_vars
 from penstock.ir.memo import Derived
-from penstock.ir.schedule import COMPUTE, Action
+from penstock.ir.schedule import COMPUTE, COPIES, Action
 
 from .saved_sets import most_sets_at_home, saved_set
 from .update_parts import chunk_item, update_parts
@@ -43,8 +48,13 @@ class Image:
 
     @property
     def stored(self) -> int:
-        """The bytes at home, which a copy moves."""
+        """The bytes at home of a version, which a copy moves."""
         return 0 if self.is_zero else self.nbytes
+
+    @property
+    def versions(self) -> int:
+        """The number of versions that there are at home."""
+        return max(var.versions for var in self.variables.values())
 
 
 def item_of(var: Var) -> str:
@@ -120,14 +130,59 @@ def is_let_go(action: Action) -> bool:
     return action.kind == LET_GO and bool(action.item)
 
 
+class ItemClaims:
+    """The items of a rank that are on the device, as its actions come and go."""
+
+    def __init__(self) -> None:
+        self._held = Counter[tuple[int, str, int | None]]()
+
+    def change(self, action: Action) -> int:
+        """Follow CI or L of an item, and return by how many images more there is on the device: 1, 0 or -1."""
+        key = action.stage, action.item, action.version
+        before = self._held[key]
+        self._held[key] = after = max(0, before + (1 if is_brought(action) else -1))
+        return (after > 0) - (before > 0)
+
+
+def version_read(action: Action) -> int | None:
+    """Return the version of an item that an action moves or reads: an update reads that before the one it makes."""
+    if action.version is None:
+        return None
+    return action.version - 1 if action.kind == UPDATE else action.version
+
+
+def is_made_later(action: Action) -> bool:
+    """Return whether CI is for a version that the update of its batch makes: it takes memory, and copies nothing."""
+    return is_brought(action) and action.version is not None and action.version > action.mb
+
+
 def resident_bytes(module: Module, actions: Iterable[Action]) -> Iterator[int]:
     """Yield after each action of a rank the bytes of items that are on the device."""
-    now = 0
+    now, claims = 0, ItemClaims()
     for action in actions:
         if is_brought(action) or is_let_go(action):  # saved sets are values, and in walk.py
             image = stage_images(module, action.stage).get(action.item)
-            now += 0 if image is None else image.nbytes * (1 if is_brought(action) else -1)
+            now += 0 if image is None else image.nbytes * claims.change(action)
         yield now
+
+
+def copied_bytes(module: Module, rank: int) -> dict[str, int]:
+    """Return the bytes of variables that a rank copies for a batch, by kind: CI and CO."""
+    copied, claims = dict.fromkeys(COPIES, 0), ItemClaims()
+    assert module.schedule is not None
+    for action in module.schedule.expand(rank, 2 * _BATCHES):
+        image = stage_images(module, action.stage).get(action.item) if action.item else None
+        if image is None:
+            continue
+        there = (is_brought(action) or is_let_go(action)) and claims.change(action) != 1
+        if (
+            action.kind in COPIES
+            and action.mb == _BATCHES
+            and not is_made_later(action)
+            and not (is_brought(action) and there)
+        ):
+            copied[action.kind] += image.stored
+    return copied
 
 
 def home_bytes(module: Module) -> dict[tuple[str, str], dict[int, int]]:
@@ -137,7 +192,10 @@ def home_bytes(module: Module) -> dict[tuple[str, str], dict[int, int]]:
     devices = module.rank_devices()
     for rank, stages in enumerate(module.rank_packs()):
         images = [image for stage in stages for image in stage_images(module, stage).values()]
-        for space, nbytes in (*((image.space, image.stored) for image in images), *_saved(module, rank, stages)):
+        for space, nbytes in (
+            *((image.space, image.stored * image.versions) for image in images),
+            *_saved(module, rank, stages),
+        ):
             host = "" if module.cluster is None else module.cluster.device(devices[rank]).host
             of_ranks = held.setdefault((space, host), {})
             of_ranks[rank] = of_ranks.get(rank, 0) + nbytes

@@ -40,7 +40,7 @@ from penstock.ir.schedule import COMPUTE, READERS, Action
 
 from .account import BEFORE, Account, Life, Version
 from .exchanges import exchange_bytes
-from .items import is_brought, is_let_go, resident_bytes, stage_images
+from .items import ItemClaims, is_brought, is_let_go, resident_bytes, stage_images
 from .passages import passage_bytes
 from .saved_sets import saved_set
 from .scratch import scratch_bytes
@@ -273,15 +273,24 @@ def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
 
 
 def _item_lives(module: Module, stage: int, actions: Sequence[Action]) -> Iterator[Life]:
-    """Yield the stays on the device of variables that have a home."""
-    for item, image in stage_images(module, stage).items():
-        moved = [(step, a) for step, a in enumerate(actions) if a.stage == stage and a.item == item]
-        ends = [step for step, a in moved if is_let_go(a)]
-        for begun in (step for step, a in moved if is_brought(a)):
-            ended = next((end for end in ends if end > begun), None)
-            for var in image.variables.values():
-                if var.type.nbytes:
-                    yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, begun, ended, stage=stage)
+    """Yield the stays on the device of variables that have a home, each version by itself."""
+    begun: dict[tuple[str, int | None], int] = {}
+    stays: list[tuple[str, int | None, int, int | None]] = []
+    images, claims = stage_images(module, stage), ItemClaims()
+    for step, action in enumerate(actions):
+        if action.stage != stage or action.item not in images or not (is_brought(action) or is_let_go(action)):
+            continue
+        match claims.change(action):
+            case 1:
+                begun[action.item, action.version] = step
+            case -1:
+                stays.append((action.item, action.version, begun.pop((action.item, action.version)), step))
+    stays += [(item, version, step, None) for (item, version), step in begun.items()]
+    for item, version, first, last in stays:
+        copy = (version or 0) % images[item].versions
+        for var in images[item].variables.values():
+            if var.type.nbytes:
+                yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, first, last, copy, stage=stage)
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:

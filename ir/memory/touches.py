@@ -81,8 +81,9 @@ class Accesses:
 
     def _item_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
         image = stage_images(self._module, action.stage).get(action.item)
-        for name in image.variables if image is not None else ():
-            yield name, 0
+        if image is not None:
+            copy = (action.version or 0) % image.versions
+            yield from ((name, copy) for name in image.variables)
 
     def _computed_buffers(self, action: Action) -> Iterator[tuple[str, int]]:
         for slot in self._slots.get(action.computation, ()):

@@ -7,6 +7,8 @@ stage: is it on the device, and has it changed since it was copied to its home?
     home       L lets go of no only copy: CO stands behind the last computation that changed it
     once       nothing is brought that is there, copied out that did not change, or let go of that is away
     seam       a run ends with every item at home, where a checkpoint takes it from
+    version    of weights in two versions the one that is read is brought, is at home then, and room for the one that is
+               made
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from dataclasses import dataclass
 from penstock.ir.action_kinds import COPY_IN, COPY_OUT, GRADIENTS_ITEM, LET_GO, STATE_ITEM, UPDATE, WEIGHTS_ITEM
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import GRAD, PARAM, REPLICAS, STATE, Module, summed_vars
-from penstock.ir.memory.items import Image, changers_of, home_bytes, stage_images, users_of
+from penstock.ir.memory.items import Image, changers_of, home_bytes, is_made_later, stage_images, users_of, version_read
 from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.memory.update_parts import update_parts
 from penstock.ir.schedule import Action
 from penstock.support.errors import UsageError, VerifyError
-from penstock.support.words import exact_bytes, shown_bytes
+from penstock.support.words import counted, exact_bytes, shown_bytes
 
 from .problems import Problem
 from .runs import ConcreteRun, FirstOfEach, over_runs
@@ -47,7 +49,7 @@ def _check_homes(module: Module) -> Iterator[Problem]:
     for name, var in module.vars.items():
         if var.home and (var.role not in (STATE, PARAM, GRAD) or var.stage is None):
             yield Problem(f"@{name}", f"is at home in {var.home}; only what one stage trains can be")
-        elif var.home and var.versions > 1:
+        elif var.home and var.versions > 1 and var.role != PARAM:
             yield Problem(f"@{name}", f"is at home in {var.home} in {var.versions} versions, expected one")
     for stage in module.stages:
         where = f"stage {stage.index}"
@@ -71,6 +73,9 @@ def _check_homes(module: Module) -> Iterator[Problem]:
                 yield Problem(where, f"{', '.join(sorted(users))} touches state that is at home in {image.space}")
         if len(spaces := {var.home for image in images.values() for var in image.variables.values()}) > 1:
             yield Problem(where, f"has state in {' and '.join(sorted(spaces))}, expected one space")
+        for item, image in images.items():
+            if len({var.versions for var in image.variables.values()}) > 1:
+                yield Problem(where, f"has {item} at home of variables with different numbers of versions")
         names = {image.space for image in images.values()} | ({saved.space} if saved is not None else set())
         for device in module.devices_of(stage.index) if module.cluster is not None else ():
             for space in sorted(names):
@@ -86,20 +91,37 @@ def _check_reach(cluster: Cluster | None, name: str, space: str, where: str) -> 
 
 
 @dataclass(slots=True)
+class _VersionState:
+    """A version of an item on a rank: the step that brought it to the device and how often that is claimed, and the
+    action that changed it since it was last copied out."""
+
+    brought: int
+    claims: int = 1
+    changed: Action | None = None
+
+
+@dataclass(slots=True)
 class _ItemState:
-    """The state of an item on a rank: the step that brought it to the device, if it is there, and the action that
-    changed it since it was last copied out. `users` touch it, and `changers` change it."""
+    """The state of an item on a rank: the versions of it on the device, and those at home, by place. Items with one
+    version are in version None. `users` touch it, and `changers` change it."""
 
     name: str
     image: Image
     users: frozenset[str]
     changers: frozenset[str]
-    brought: int | None = None
-    changed: Action | None = None
+    here: dict[int | None, _VersionState]
+    home: dict[int, int]
 
     @property
     def example(self) -> str:
         return f"@{min(self.image.variables)}"
+
+    def shown(self, version: int | None) -> str:
+        return self.example if version is None else f"version {version} of {self.example}"
+
+    def version_of(self, a: Action) -> int | None:
+        """Return the version that an action moves or reads."""
+        return None if self.image.versions == 1 else version_read(a)
 
 
 class _Moves:
@@ -117,6 +139,10 @@ class _Moves:
             move, moved = MOVED.get(a.kind) if a.item else None, items.get(a.item)
             if move is not None and moved is None:
                 yield from self._problem("nothing", step, f"stage {a.stage} has no {a.item} with a home")
+            elif move is not None and moved is not None and (a.version is None) != (moved.image.versions == 1):
+                what = "names no version of" if a.version is None else "names a version of"
+                count = counted(moved.image.versions, "version")
+                yield from self._problem("version", step, f"{what} {moved.example}, of which there is {count}")
             elif move is not None and moved is not None:
                 yield from move(self, step, a, moved)
             for item in items.values() if move is None else ():
@@ -124,44 +150,78 @@ class _Moves:
                     yield from self._touch(step, a, item)
         for stage, items in self._items.items():
             for item in items.values():
-                if item.brought is not None:
+                if item.here:
                     what = f"never lets go of {item.name} of stage {stage}, state that it brought"
                     yield self._run.missing(self._rank, what)
 
     def _touch(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
-        if item.brought is None:
-            missing = f"{a.stage}{COPY_IN}{a.mb}:{item.name}"
-            what = f"takes {item.example}, which is at home in {item.image.space} (no {missing} before)"
+        version = item.version_of(a)
+        touched = item.here.get(version)
+        if touched is None:
+            missing = f"{a.stage}{COPY_IN}{a.mb if a.once else a.batch(self._run.schedule.microbatches)}"
+            missing += f":{item.name}" if version is None else f"@{version}:{item.name}"
+            what = f"takes {item.shown(version)}, which is at home in {item.image.space} (no {missing} before)"
             yield from self._problem("away", step, what)
-        if a.computation in item.changers:
-            item.changed = a
-        elif item.image.is_zero and a.kind == UPDATE:
-            item.changed = None
+        if version is not None and a.kind == UPDATE:
+            touched = item.here.get(a.version)
+            if touched is None:
+                missing = f"{a.stage}{COPY_IN}{a.mb}@{a.version}:{item.name}"
+                what = f"makes {item.shown(a.version)}, which has no memory on the device (no {missing} before)"
+                yield from self._problem("room", step, what)
+        if touched is not None and a.computation in item.changers:
+            touched.changed = a
+        elif touched is not None and item.image.is_zero and a.kind == UPDATE:
+            touched.changed = None
 
     def bring(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
-        if item.brought is not None:
-            yield from self._problem("here", step, f"brings what is on the device since step {item.brought}")
-        item.brought = step
+        there = item.here.get(a.version)
+        if there is not None and a.version is None:
+            yield from self._problem("here", step, f"brings what is on the device since step {there.brought}")
+        if there is not None:
+            there.claims += 1
+            return
+        if a.version is not None:
+            place = a.version % item.image.versions
+            other = next((v for v in item.here if v is not None and v % item.image.versions == place), None)
+            if other is not None:
+                what = f"brings {item.shown(a.version)} while version {other}, in the place of it, is on the device"
+                yield from self._problem("place", step, what)
+            elif not is_made_later(a) and item.home.get(place) != a.version:
+                what = f"brings {item.shown(a.version)}, and at home in its place is version {item.home.get(place)}"
+                yield from self._problem("gone", step, what)
+        item.here[a.version] = _VersionState(step)
 
     def store(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
-        if item.brought is None:
-            yield from self._problem("away", step, f"copies {item.example}, which is not on the device")
-        elif item.image.is_zero:
+        there = item.here.get(a.version)
+        if there is None:
+            yield from self._problem("away", step, f"copies {item.shown(a.version)}, which is not on the device")
+            return
+        if item.image.is_zero:
             yield from self._problem("zero", step, f"copies {item.example}, and gradients have no copy at home")
-        elif item.changed is None:
-            yield from self._problem("same", step, f"copies {item.example}, which nothing changed since it is at home")
-        item.changed = None
+        elif there.changed is None:
+            what = f"copies {item.shown(a.version)}, which nothing changed since it is at home"
+            yield from self._problem("same", step, what)
+        there.changed = None
+        if a.version is not None:
+            item.home[a.version % item.image.versions] = a.version
 
     def let_go(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
-        if item.brought is None:
-            yield from self._problem("away", step, f"lets go of {item.example}, which is not on the device")
-        elif item.changed is not None:
+        there = item.here.get(a.version)
+        if there is None:
+            yield from self._problem("away", step, f"lets go of {item.shown(a.version)}, which is not on the device")
+            return
+        there.claims -= 1
+        if there.claims:
+            return
+        if there.changed is not None:
+            stored = f"{a.stage}{COPY_OUT}{there.changed.mb}"
+            stored += f":{item.name}" if a.version is None else f"@{a.version}:{item.name}"
             what = (
-                f"lets go of the only copy of {item.example}, which {item.changed} changed "
-                f"(no {a.stage}{COPY_OUT}{item.changed.mb}:{item.name} before)"
+                f"lets go of the only copy of {item.shown(a.version)}, which {there.changed} changed "
+                f"(no {stored} before)"
             )
             yield from self._problem("only", step, what)
-        item.brought = item.changed = None
+        del item.here[a.version]
 
 
 # The check of every action that names an item.
@@ -181,12 +241,17 @@ def _check_moves(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     for rank, actions in run.programs.items():
         items = {
             stage: {
-                item: _ItemState(item, image, *users[stage, item])
+                item: _ItemState(item, image, *users[stage, item], {}, _at_first(run.first, image))
                 for item, image in stage_images(module, stage).items()
             }
             for stage in sorted({a.stage for a in actions})
         }
         yield from _Moves(run, rank, items).check(actions)
+
+
+def _at_first(first: int, image: Image) -> dict[int, int]:
+    """Return the versions that are at home as a run begins, by place: the newest, and those before it."""
+    return {v % image.versions: v for v in range(max(0, first + 1 - image.versions), first + 1)}
 
 
 def check_spaces(module: Module) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, adder
 from penstock.ir.graph import Module, stepped_vars, summed_vars, touched_vars, touching_ops, written_vars
-from penstock.ir.schedule import BATCH_ORDER, COMPUTE, VERSIONED, Action, Schedule
+from penstock.ir.schedule import BATCH_ORDER, COMPUTE, READERS, VERSIONED, Action, Schedule
 from penstock.support.words import counted
 
 from .problems import Problem, op_window
@@ -124,7 +124,7 @@ def _check_rank_versions(
     for step, a in enumerate(actions):
         if a.kind == UPDATE:
             makers[a.stage, a.version] = step
-        elif a.version is not None:
+        elif a.kind in READERS and a.version is not None:
             last_use[a.stage, a.version] = step
     latest, problem = dict.fromkeys(slots, run.first), FirstOfEach(run, rank)
     # Parts of an update overwrite variables before it ends.

@@ -121,7 +121,11 @@ def _move(kind: str, stage: int, batch: int, chunk: int) -> Action:
 def middle_of(actions: Sequence[Action], first: int, last: int) -> int:
     """Return the place before the middle one of the computations between two places, and before what it receives."""
     between = [i for i in range(first + 1, last) if actions[i].kind in COMPUTE]
-    at = between[len(between) // 2] if between else last
-    while at - 1 > first and actions[at - 1].kind in (*RECEIVES, *HANDS):
+    return ahead_of_receives(actions, between[len(between) // 2] if between else last, first + 1)
+
+
+def ahead_of_receives(actions: Sequence[Action], at: int, first: int = 0) -> int:
+    """Return the place of the first receive of those that stand in front of a place at once, from `first` on."""
+    while at > first and actions[at - 1].kind in (*RECEIVES, *HANDS):
         at -= 1
     return at

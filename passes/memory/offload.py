@@ -25,16 +25,16 @@ from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_
 from penstock.ir.batch_shares import updating_stages
 from penstock.ir.cluster.spaces import SPACE_KINDS
 from penstock.ir.graph import Module
-from penstock.ir.memory.items import resident_bytes, stage_images
+from penstock.ir.memory.items import copied_bytes, resident_bytes, stage_images
 from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
-from penstock.ir.schedule import ADDERS, COMPUTE, COPIES, SENDS, Action, Program, Schedule
+from penstock.ir.schedule import ADDERS, COMPUTE, SENDS, Action, Program, Schedule
 from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
 from .overlap_that_fits import fits_devices, later_peaks
 from .saved_elsewhere import with_saved_sets
-from .weights_elsewhere import movable_weights, runs_batch_by_batch, with_weights
+from .weights_elsewhere import movable_weights, with_weights
 
 STATE, ACTIVATIONS, BOTH, WEIGHTS, ALL = KINDS = ("state", "activations", "both", "weights", "all")
 # The batches after which a rank has no more at home than before.
@@ -118,17 +118,10 @@ def _without_weights(module: Module, space: str) -> Module:
     """Return the module with weights and gradients of packs elsewhere while the rank computes other stages."""
     assert module.schedule is not None
     packs = [pack for pack in module.rank_packs() if len(pack) > 2]
-    if packs and not runs_batch_by_batch(module.schedule):
-        raise UsageError(
-            "weights go while a device computes other stages, one batch after the other, and schedule "
-            f"{module.schedule.name} begins a batch before the last one ends",
-            where="offload",
-            hint="--schedule interleaved, or --offload state",
-        )
     homes = {s: _home(module, s, space) for pack in packs for s in pack if movable_weights(module, s)}
     if not homes:
         raise UsageError(
-            "weights go while a device computes other stages, one batch after the other: it takes three stages or more",
+            "weights go while a device computes other stages: it takes three stages or more",
             where="offload",
             hint="--packs puts several stages on a device",
         )
@@ -298,15 +291,11 @@ def _notes(module: Module) -> Iterator[str]:
         images = {stage: images for stage in stages if (images := stage_images(module, stage))}
         if images:
             space = next(iter(next(iter(images.values())).values())).space
-            moved = sum(
-                images[a.stage][a.item].stored
-                for a in module.schedule.ranks[rank].batch
-                if a.kind in COPIES and a.item in images.get(a.stage, ())
-            )
+            moved = sum(copied_bytes(module, rank).values())
             weights = any(WEIGHTS_ITEM in items for items in images.values())
             chunked = next((len(items) for items in images.values() if not weights and STATE_ITEM not in items), 0)
             parts = f" in {counted(chunked, 'chunk')}" if chunked else ""
-            nbytes = sum(image.stored for items in images.values() for image in items.values())
+            nbytes = sum(image.stored * image.versions for items in images.values() for image in items.values())
             most = max(resident_bytes(module, module.schedule.expand(rank, 2)))
             yield (
                 f"rank {rank}: {'weights and ' if weights else ''}state of {counted(len(images), 'stage')}{parts}, "

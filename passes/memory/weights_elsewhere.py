@@ -1,7 +1,7 @@
 """Weights and gradients of the stages of a pack, in another memory space while the rank computes other stages.
 
-In: a wired schedule whose ranks run several stages, one batch after the other. Out: parameters and gradients with a
-home, and the actions that move them, in the program of a rank:
+In: a wired schedule whose ranks run several stages. Out: parameters and gradients with a home, and the actions that
+move them. One batch after the other, that is in the program of a rank:
 
     CI:w F F F .. L:w             a visit that reads the weights: no copy out, they did not change
     CI:w CI:g B B B U CO:w L:g L:w        a visit that ends with the update
@@ -10,6 +10,9 @@ A *visit* is a run of computations of one stage. Weights come in the middle of t
 the one after, so two stages have theirs on the device at once. Gradients come with the first backward and go with the
 update: they are zero between, so nothing is copied. Where a stage runs all microbatches of a batch before the next,
 three copies of all weights move per batch: in for F, in for B, out after U.
+
+In a schedule that begins a batch before the last one ends there are two versions of the weights. That is another
+file's: weights_in_versions.py.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT, GRADIENTS_ITEM, LET_GO, UPDATE, WEIGHTS_ITEM
-from penstock.ir.graph import GRAD, PARAM, REPLICAS, Module, summed_vars, touched_vars
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, UPDATE, WEIGHTS_ITEM
+from penstock.ir.graph import GRAD, PARAM, REPLICAS, Module, stage_vars, stepped_vars, summed_vars, touched_vars
 from penstock.ir.memory.items import stage_images
-from penstock.ir.schedule import ADDERS, COMPUTE, HANDS, READERS, RECEIVES, Action, Program, Schedule
+from penstock.ir.schedule import COMPUTE, READERS, Action, Program, Schedule
 
-from .chunks import middle_of
+from .chunks import ahead_of_receives, middle_of
+from .gradients_elsewhere import put_gradients
+from .weights_in_versions import with_versions_moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +39,29 @@ class _Visit:
 
 
 def movable_weights(module: Module, stage: int) -> list[str]:
-    """List the parameters and gradients that one stage alone touches, and of which there is one version. Gradients that
-    replicas sum up stay: other ranks read them."""
+    """List the parameters and gradients that one stage alone touches. Those stay of which there is another number of
+    versions than updates make: parameters that none writes, and gradients in two buffers. Gradients that replicas sum
+    up stay, too: other ranks read them."""
     summed = summed_vars(module, stage) if module.mesh_of(stage).sizes.get(REPLICAS, 1) > 1 else ()
     touched = [_touched(module, other.index) for other in module.stages if other.index != stage]
-    mine = _touched(module, stage)
+    mine, versions = _touched(module, stage), _versions(module, stage)
     return [
         name
         for name, var in module.vars.items()
         if var.role in (PARAM, GRAD)
         and var.stage == stage
-        and var.versions == 1
+        and var.versions == (versions if var.role == PARAM else 1)
         and name in mine
         and name not in summed
         and not any(name in names for names in touched)
     ]
+
+
+def _versions(module: Module, stage: int) -> int:
+    """Return the number of versions of what an update of a stage makes."""
+    return max(
+        (module.vars[name].versions for name in stepped_vars(module) & stage_vars(module, stage).keys()), default=1
+    )
 
 
 def _touched(module: Module, stage: int) -> set[str]:
@@ -70,7 +83,8 @@ def with_weights(module: Module, homes: Mapping[int, str]) -> Module:
     for stage, home in homes.items():
         variables |= {name: replace(variables[name], home=home) for name in movable_weights(module, stage)}
     away = module.but(vars=variables)
-    ranks = {rank: _with_moves(away, program, homes) for rank, program in schedule.ranks.items()}
+    moved = _with_moves if runs_batch_by_batch(schedule) else with_versions_moved
+    ranks = {rank: moved(away, program, homes) for rank, program in schedule.ranks.items()}
     return away.but(schedule=Schedule(schedule.name, schedule.microbatches, ranks))
 
 
@@ -80,7 +94,7 @@ def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Pr
     behind: dict[int, list[Action]] = {}
     for place, action in _moves_of_weights(module, batch, stages):
         before.setdefault(place, []).append(action)
-    _put_gradients(module, batch, stages, before, behind)
+    put_gradients(module, batch, stages, before, behind)
     listed: list[Action] = []
     for i in range(len(batch) + 1):
         listed += before.get(i, ())
@@ -96,7 +110,7 @@ def _moves_of_weights(module: Module, batch: Sequence[Action], stages: Collectio
     for k, visit in enumerate(visits):
         come = _moved(COPY_IN, visit.stage, WEIGHTS_ITEM)
         if k == 0:
-            yield _ahead_of_receives(batch, visit.places[0]), come
+            yield ahead_of_receives(batch, visit.places[0]), come
         elif k == 1 or visits[k - 2].stage != visit.stage:
             middle = middle_of(batch, visits[k - 1].places[0] - 1, visits[k - 1].places[-1] + 1)
             if k > 1:
@@ -124,29 +138,5 @@ def _visits(module: Module, batch: Sequence[Action], stages: Collection[int]) ->
         yield _Visit(batch[visit[0]].stage, tuple(visit))
 
 
-def _put_gradients(
-    module: Module,
-    batch: Sequence[Action],
-    stages: Collection[int],
-    before: dict[int, list[Action]],
-    behind: dict[int, list[Action]],
-) -> None:
-    """Let gradients come with the first computation that adds to them, and go with the update."""
-    for stage in stages:
-        if GRADIENTS_ITEM not in stage_images(module, stage):
-            continue
-        places = [i for i, a in enumerate(batch) if a.stage == stage and a.kind in ADDERS]
-        updates = [i for i, a in enumerate(batch) if a.stage == stage and a.kind == UPDATE and not a.item]
-        if places and updates:
-            before.setdefault(_ahead_of_receives(batch, places[0]), []).append(_moved(COPY_IN, stage, GRADIENTS_ITEM))
-            behind.setdefault(updates[0], []).append(_moved(LET_GO, stage, GRADIENTS_ITEM))
-
-
 def _moved(kind: str, stage: int, item: str) -> Action:
     return Action(kind, stage, 1, item=item)
-
-
-def _ahead_of_receives(batch: Sequence[Action], at: int) -> int:
-    while at and batch[at - 1].kind in (*RECEIVES, *HANDS):
-        at -= 1
-    return at

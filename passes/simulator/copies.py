@@ -2,7 +2,8 @@
 
 In: for each such action of a rank a `Copy`: its way, its bytes, and the computations that touch the item. A rank moves
 one item at a time in each direction. What ranks of a host share on their ways to a space they share by direction. A
-computation that touches an item waits for its CI, and L for its CO.
+computation that touches an item waits for its CI, and L for its CO. Nothing moves for what is there already, or is not
+made yet.
 """
 
 from __future__ import annotations
@@ -11,10 +12,18 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from penstock.ir.action_kinds import COPY_IN, COPY_OUT, SAVED_ITEM
+from penstock.ir.action_kinds import COPY_IN, COPY_OUT, SAVED_ITEM, WEIGHTS_ITEM
 from penstock.ir.cluster.spaces import CARD
 from penstock.ir.graph import Module
-from penstock.ir.memory.items import is_let_go, stage_images, users_of
+from penstock.ir.memory.items import (
+    ItemClaims,
+    is_brought,
+    is_let_go,
+    is_made_later,
+    stage_images,
+    users_of,
+    version_read,
+)
 from penstock.ir.memory.saved_sets import saved_set
 from penstock.ir.schedule import COPIES, Action, Schedule
 
@@ -23,7 +32,8 @@ from .moving import RankPair, move
 from .result import Message
 from .sharing import Sharing
 
-# The last copy of an item in one direction: rank, stage, kind, item, and the microbatch that a saved set is of.
+# The last copy of an item in one direction: rank, stage, kind, item, and the microbatch that a saved set is of or the
+# version.
 _Key = tuple[int, int, str, str, int]
 # The first number of the key of a lane, whose rank and direction follow.
 _LANE = -2
@@ -80,6 +90,10 @@ class Copies:
                     for user in copy.users if action.kind == COPY_IN else ():
                         items = self._touched.setdefault((rank, action.stage, user), [])
                         items += [action.item] if action.item not in items else []
+        # With several versions of an item the numbers that an action has in the run count.
+        moving = [a for program in schedule.ranks.values() for a in (*program.start, *program.batch) if a.item]
+        self._microbatches = schedule.microbatches if any(a.version is not None for a in moving) else None
+        self._claims = {rank: ItemClaims() for rank in schedule.ranks}
         self._begun: dict[_Key, _Begun] = {}
         self._awaited: set[_Key] = set()
 
@@ -89,15 +103,18 @@ class Copies:
 
     def begin(
         self,
-        place: tuple[int, int],
+        place: tuple[int, int, int],
         action: Action,
         now: float,
         sharing: Sharing,
         pairs: dict[tuple[int, ...], RankPair],
     ) -> None:
-        """Begin the copy of an action at a place: rank and position."""
-        rank, position = place
+        """Begin the copy of an action at a place: rank, position and the number that it has there."""
+        rank, position, number = place
+        action = self._in_run(action, number)
         key = _key(rank, action, action.kind, action.item)
+        if action.version is not None and is_brought(action) and not self._claims[rank].change(action):
+            return
         self._begun[key] = _Begun(math.inf, None)
 
         def arrive(begun: float, end: float) -> None:
@@ -107,24 +124,33 @@ class Copies:
                 self._wake(end, rank)
 
         nbytes = self._copied(rank, action).nbytes
-        if not nbytes:
+        if not nbytes or is_made_later(action):
             # Gradients come as zeros: nothing goes through the lane.
             arrive(now, now)
             return
         move(sharing, pairs[_lane(rank, action)], nbytes, now, arrive)
 
     def waits(
-        self, place: tuple[int, int], action: Action, now: float, messages: dict[tuple[int, int], Message]
+        self, place: tuple[int, int, int], action: Action, now: float, messages: dict[tuple[int, int], Message]
     ) -> bool:
-        """Return whether an action at a place, rank and position, has to wait for a copy. One that it has waited for is
-        entered in `messages`."""
-        rank = place[0]
+        """Return whether an action at a place has to wait for a copy. One that it has waited for is entered in
+        `messages`."""
+        rank, position, number = place
+        action = self._in_run(action, number)
         if is_let_go(action):
             keys = [_key(rank, action, COPY_OUT, action.item)]
         else:
             items = self._touched.get((rank, action.stage, action.computation), ())
             keys = [_key(rank, action, COPY_IN, item) for item in items]
-        return any(self._waits_for(key, place, now, messages) for key in keys)
+        if any(self._waits_for(key, (rank, position), now, messages) for key in keys):
+            return True
+        if is_let_go(action) and action.version is not None:
+            self._claims[rank].change(action)
+        return False
+
+    def _in_run(self, action: Action, number: int) -> Action:
+        m = self._microbatches
+        return action if m is None else action.shifted((number - action.mb) // (1 if action.once else m), m)
 
     def _waits_for(
         self,
@@ -147,7 +173,10 @@ class Copies:
 
 
 def _key(rank: int, action: Action, kind: str, item: str) -> _Key:
-    return rank, action.stage, kind, item, action.mb if item == SAVED_ITEM else -1
+    if item == SAVED_ITEM:
+        return rank, action.stage, kind, item, action.mb
+    version = version_read(action) if item == WEIGHTS_ITEM else None
+    return rank, action.stage, kind, item, -1 if version is None else version
 
 
 def _lane(rank: int, action: Action) -> tuple[int, ...]:

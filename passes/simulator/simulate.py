@@ -345,7 +345,7 @@ class _Simulation:
                     break
                 if together and not self._gathered(rank, position, step.action, now):
                     break
-                if step.waits and self.copies.waits((rank, position), step.action, now, self.messages):
+                if step.waits and self.copies.waits((rank, position, mb), step.action, now, self.messages):
                     break
                 starts[position] = now
                 lasts = step.seconds
@@ -372,7 +372,7 @@ class _Simulation:
             elif code == _REDUCE:
                 self._join(rank, position, step.action.stage, mb, now)
             elif code == _COPY:
-                self.copies.begin((rank, position), step.action, now, self.sharing, self.pairs)
+                self.copies.begin((rank, position, mb), step.action, now, self.sharing, self.pairs)
             position += 1
         self.at[rank] = position
         if (watch := self.repetition) is not None and position >= watch.next_end[rank]:

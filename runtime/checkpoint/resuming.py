@@ -257,10 +257,10 @@ def load_state(files: StageFiles, store: Store, variables: Mapping[str, Var]) ->
         missing = buffers.keys() - files.fill(version, buffers)
         for name in missing - passing.keys():
             # It was saved where one version was enough.
-            buffers[name].copy_(store.versioned[name].place(version + 1))
+            buffers[name].copy_(store.of_version(name, version + 1))
         for var in (var for var in copies if var.source in buffers):
             lacking = var.source in missing
-            source = store.versioned[var.name].place(version + 1) if lacking else buffers[var.source]
+            source = store.of_version(var.name, version + 1) if lacking else buffers[var.source]
             store.restore_older(version, var.name).copy_(source)
 
 

@@ -55,7 +55,8 @@ from penstock.runtime.group.group import RankGroup
 from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Deadline, Status, await_saves
 from penstock.runtime.state.packs import PackState
-from penstock.runtime.state.store import Store, as_array
+from penstock.runtime.state.store import Store
+from penstock.runtime.state.tensors import as_array
 from penstock.support.atomic_files import naming
 from penstock.support.errors import PeerLost, PenstockError, VerifyError
 from penstock.support.words import shown_bytes
@@ -250,10 +251,11 @@ class Saver:
         files: list[tuple[str, int, Arrays]] = []
         for name, version, tensors in parts:
             # A tensor on another device is copied anyway.
+            aside = apart.get(version, {})
             arrays = {
                 key: np.array(
-                    self._packed(key, as_array(apart.get(key, t))),
-                    copy=(copied and t.device.type == "cpu" and key not in apart) or None,
+                    self._packed(key, as_array(aside.get(key, t))),
+                    copy=(copied and t.device.type == "cpu" and key not in aside) or None,
                 )
                 for key, t in tensors.items()
             }

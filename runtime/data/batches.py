@@ -71,7 +71,7 @@ def _is_torch(value: Any) -> bool:
 
 def _as_array(value: Any) -> np.ndarray:
     if _is_torch(value):
-        from penstock.runtime.state.store import as_array  # lazy: heavy
+        from penstock.runtime.state.tensors import as_array  # lazy: heavy
 
         return as_array(value)
     return np.asarray(value)

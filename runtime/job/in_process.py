@@ -45,7 +45,7 @@ from penstock.runtime.data.ranges import Range, integer_range
 from penstock.runtime.generation.generator import TextGenerator
 from penstock.runtime.messages.control import Arrays
 from penstock.runtime.state.held import hold_weights, unread_weights
-from penstock.runtime.state.store import TORCH_DTYPES, as_array
+from penstock.runtime.state.tensors import TORCH_DTYPES, as_array
 from penstock.runtime.telemetry.resident import resident_bytes
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.worker.feeds import number_of

@@ -38,7 +38,7 @@ from penstock.runtime.messages.control import (
     Wake,
 )
 from penstock.runtime.messages.status import Status
-from penstock.runtime.state.store import as_array
+from penstock.runtime.state.tensors import as_array
 from penstock.runtime.telemetry.resident import peak_bytes
 from penstock.support.errors import VerifyError
 

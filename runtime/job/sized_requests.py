@@ -172,6 +172,6 @@ def elements(array: Any) -> np.ndarray:
         return array
     import torch  # lazy: heavy
 
-    from penstock.runtime.state.store import as_array  # lazy: heavy
+    from penstock.runtime.state.tensors import as_array  # lazy: heavy
 
     return as_array(array) if isinstance(array, torch.Tensor) else np.asarray(array)

@@ -21,7 +21,7 @@ import torch
 from penstock.ir.memory.passages import BESIDE_BYTES, BUFFERS
 from penstock.ir.types import TensorType
 
-from .store import TORCH_DTYPES, Recycled, fill
+from .tensors import TORCH_DTYPES, Recycled, fill
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

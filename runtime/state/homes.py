@@ -85,12 +85,13 @@ class Lanes(Protocol):
 
 
 class HomedItem:
-    """An item of a stage: its variables at home, and on the device between `bring` and `let_go`. Without a home they
-    are zero each time they come."""
+    """An item of a stage, or a version of one: its variables at home, and on the device between `bring` and `let_go`,
+    each of which may be called several times. Without a home they are zero each time they come."""
 
     def __init__(self, image: Image, home: Home | None, lanes: Lanes) -> None:
         self.image, self._home, self._lanes = image, home, lanes
         self._memory: torch.Tensor | None = None
+        self._claims = 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._coming: Copying | None = None
         self._leaving: Copying | None = None
@@ -101,6 +102,22 @@ class HomedItem:
     def is_here(self) -> bool:
         """Return whether it has memory on the device."""
         return self._memory is not None
+
+    def claim(self, text: str, *, filled: bool = True) -> bool:
+        """Bring it, or claim a version that is there once more; return whether it came."""
+        if self._claims and self.image.versions == 1:
+            raise VerifyError("is on the device already", where=self._where)
+        self._claims += 1
+        if self._claims == 1:
+            self.bring(text, filled=filled)
+        return self._claims == 1
+
+    def give_up(self) -> bool:
+        """End a claim; return whether it was the last one, and the item goes."""
+        self._claims = max(0, self._claims - 1)
+        if not self._claims:
+            self.let_go()
+        return not self._claims
 
     def bring(self, text: str = "", *, filled: bool = True) -> None:
         """Take memory, and begin to copy what is at home into it, if it is to be `filled`."""

@@ -6,13 +6,14 @@ such as counters, which are equal between batches: that of the first stage stand
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from penstock.ir.graph import Var
 
-from .store import Store, Versions
+from .store import Store
+from .versions import Versions
 
 
 class PackState:
@@ -39,14 +40,19 @@ class PackState:
         """Return the buffer with the newest contents of a variable."""
         return self._store_of[name].newest(name)
 
-    def apart(self) -> dict[str, torch.Tensor]:
-        """Return what is at home in copies that nothing changes."""
-        return {name: tensor for store in self.stores for name, tensor in store.apart().items()}
+    def apart(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return what is at home in copies that nothing changes, by version."""
+        return _of_all(store.apart() for store in self.stores)
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return live versions other than the newest, with their parameters."""
-        older: dict[int, dict[str, torch.Tensor]] = {}
-        for store in self.stores:
-            for version, tensors in store.older().items():
-                older.setdefault(version, {}).update(tensors)
-        return older
+        return _of_all(store.older() for store in self.stores)
+
+
+def _of_all(stores: Iterable[Mapping[int, Mapping[str, torch.Tensor]]]) -> dict[int, dict[str, torch.Tensor]]:
+    """Join the tensors of several stages by version."""
+    joined: dict[int, dict[str, torch.Tensor]] = {}
+    for versions in stores:
+        for version, tensors in versions.items():
+            joined.setdefault(version, {}).update(tensors)
+    return joined

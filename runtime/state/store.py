@@ -17,10 +17,8 @@ needs it.
 from __future__ import annotations
 
 import math
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -29,169 +27,16 @@ import torch
 from penstock.ir.collective_calls import JointSum
 from penstock.ir.graph import COPY, GRAD, Slot, Var
 from penstock.ir.memory.items import Image, images_of
-from penstock.ir.types import LONG_NAMES, TensorType, numpy_dtype
+from penstock.ir.types import TensorType
 from penstock.runtime.messages.ledger import Ledger
 from penstock.support.errors import VerifyError
 
 from .homes import HomedItem
+from .tensors import ALIGNMENT, CPU, TORCH_DTYPES, allocate
+from .versions import Versions
 
-TORCH_DTYPES: dict[str, torch.dtype] = {ours: getattr(torch, name) for ours, name in LONG_NAMES.items()}
-_ALIGNMENT = 64
-CPU = torch.device("cpu")
 # The buffer of a parameter that is at home.
 _AWAY = torch.empty(0)
-
-
-def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
-    """Return an uninitialised tensor, aligned for vector loads."""
-    tensor = torch.empty(type.dims, dtype=TORCH_DTYPES[type.dtype], device=device)
-    assert tensor.numel() == 0 or tensor.data_ptr() % _ALIGNMENT == 0, "the allocator does not align to 64 bytes"
-    return tensor
-
-
-@dataclass(slots=True)
-class _MemoryBlock:
-    """A block of memory and its user, an array of it. That is alive as long as any tensor has its memory, whichever
-    tensor was made from which."""
-
-    memory: np.ndarray
-    user: Callable[[], np.ndarray | None] = lambda: None
-
-
-class Recycled:
-    """Tensors whose memory is used again, by size, once no tensor holds it. Freed and allocated anew for each
-    microbatch, aligned blocks leave holes in glibc's heap (a fifth of a worker's memory). Else the system maps and
-    clears them every time. On GPUs torch does this itself. `memory` makes new blocks of so many bytes, if not the
-    allocator. Tensors of several sizes take turns in blocks of one size, `room`. Several threads may ask for tensors:
-    no other one sees a block between the look at its user and the mark of the new one."""
-
-    def __init__(
-        self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None
-    ) -> None:
-        self.device, self.pinned = device, pinned
-        self._memory = memory or self._allocate
-        self._blocks: dict[int, list[_MemoryBlock]] = {}
-        self._lock = threading.Lock()
-        self._lenders: dict[tuple[TensorType, int], Callable[[], torch.Tensor]] = {}
-
-    def tensor(self, type: TensorType, room: int = 0) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        return self.lender(type, room)()
-
-    def lender(self, type: TensorType, room: int = 0) -> Callable[[], torch.Tensor]:
-        """Return a function that gives uninitialised tensors of a type, for callers that want many."""
-        if (type, room) not in self._lenders:
-            self._lenders[type, room] = self._make_lender(type, max(room, type.nbytes))
-        return self._lenders[type, room]
-
-    def _make_lender(self, type: TensorType, room: int) -> Callable[[], torch.Tensor]:
-        if self.device != CPU or not type.nbytes:
-            return lambda: allocate(type, self.device)
-        blocks, brain = self._blocks.setdefault(room, []), type.dtype == "bf16"
-        # NumPy and torch share no bfloat16.
-        like = np.dtype(np.int16) if brain else numpy_dtype(type.dtype)
-        # Blocks as arrays of the type, by their place in the list.
-        arrays: dict[int, np.ndarray] = {}
-
-        def lend() -> torch.Tensor:
-            with self._lock:
-                place = 0
-                while place < len(blocks) and blocks[place].user() is not None:
-                    place += 1
-                if place == len(blocks):
-                    blocks.append(_MemoryBlock(self._memory(room)))
-                if place not in arrays:
-                    arrays[place] = blocks[place].memory[: type.nbytes].view(like).reshape(type.dims)
-                lent = arrays[place][...]
-                blocks[place].user = weakref.ref(lent)
-            return torch.from_numpy(lent).view(torch.bfloat16) if brain else torch.from_numpy(lent)
-
-        return lend
-
-    def _allocate(self, nbytes: int) -> np.ndarray:
-        memory = allocate(TensorType("u8", (nbytes,)))
-        return (memory.pin_memory() if self.pinned else memory).numpy()
-
-
-def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-    """Copy an array of the same type into a tensor; bf16 goes through its bits, which torch does not share with
-    NumPy."""
-    if tensor.device != CPU:
-        # The array may change once this returns, so the copy is not left to run on.
-        tensor.copy_(fill(torch.empty(tensor.shape, dtype=tensor.dtype), array))
-    elif tensor.dtype == torch.bfloat16:
-        tensor.view(torch.int16).numpy()[...] = array.view(np.int16)
-    else:
-        tensor.numpy()[...] = array
-    return tensor
-
-
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor's memory as an array; a copy of it if it is on another device."""
-    tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
-
-
-@dataclass
-class Versions:
-    """The buffers of one parameter. `held` says which version each buffer holds."""
-
-    var: Var
-    buffers: list[torch.Tensor]
-    held: dict[int, int] = field(default_factory=dict)
-    device: torch.device = CPU
-    retired: set[int] = field(default_factory=set)
-    newest: int = 0
-    most_live: int = 0
-
-    def live(self) -> list[int]:
-        return sorted(v for v in self.held.values() if v not in self.retired or v == self.newest)
-
-    def place(self, version: int) -> torch.Tensor:
-        """Return the buffer that holds a version."""
-        for buffer, held in self.held.items():
-            if held == version and (version not in self.retired or version == self.newest):
-                return self.buffers[buffer]
-        present = ", ".join(map(str, self.live()))
-        raise VerifyError(f"version {version} was asked for, versions present: {present}", where=f"@{self.var.name}")
-
-    def target(self, version: int, grow: bool) -> torch.Tensor:
-        """Return the buffer that an update may write a new version to."""
-        return self.buffers[self._free_buffer(version, grow)]
-
-    def _free_buffer(self, version: int, grow: bool) -> int:
-        buffer = version % self.var.versions
-        if self.held.get(buffer) is None or self.held[buffer] in self.retired:
-            return buffer
-        if not grow:
-            raise VerifyError(
-                f"version {version} would overwrite version {self.held[buffer]}, which still has readers; "
-                f"versions present: {', '.join(map(str, self.live()))}",
-                where=f"@{self.var.name}",
-            )
-        free = [b for b, held in self.held.items() if held in self.retired and held != self.newest]
-        spare = [b for b in range(len(self.buffers)) if b not in self.held]
-        if not (free or spare):
-            self.buffers.append(allocate(self.var.type, self.device))
-            spare = [len(self.buffers) - 1]
-        return (free + spare)[0]
-
-    def start(self, version: int, grow: bool) -> None:
-        """Begin an update: from here on the new version is alive beside the others."""
-        buffer = self._free_buffer(version, grow)
-        self.most_live = max(self.most_live, len([v for v in self.live() if v != self.held.get(buffer)]) + 1)
-
-    def finish(self, version: int, grow: bool) -> None:
-        """End an update: the old contents of its buffer are gone."""
-        buffer = self._free_buffer(version, grow)
-        self.retired.discard(self.held.get(buffer, version))
-        self.held[buffer] = version
-        self.newest = version
-        self.most_live = max(self.most_live, len(self.live()))
 
 
 class SummedGradients(NamedTuple):
@@ -221,9 +66,12 @@ class Store:
         summed: SummedGradients = NO_SUMS,
         homed: Callable[[Image], HomedItem] | None = None,
     ) -> None:
-        stepped, images = set(stepped), images_of(variables) if homed is not None else {}
-        self.items = {} if homed is None else {name: homed(image) for name, image in images.items()}
-        self._item_of = {name: self.items[item] for item, image in images.items() for name in image.variables}
+        stepped, images = set(stepped), {} if homed is None else images_of(variables)
+        # Items by name, and by the place of a version.
+        self.items: dict[str, list[HomedItem]] = {}
+        if homed is not None:
+            self.items = {item: [homed(image) for _ in range(image.versions)] for item, image in images.items()}
+        self._item_of = {name: item for item, image in images.items() for name in image.variables}
         self.variables = dict(variables)
         self.grow = grow
         self.version = version
@@ -238,7 +86,8 @@ class Store:
         for name, var in variables.items():
             if name in self._item_of and name in stepped:
                 first = version % var.versions
-                self.versioned[name] = Versions(var, [_AWAY], {first: version}, device, newest=version, most_live=1)
+                buffers = [_AWAY] * var.versions
+                self.versioned[name] = Versions(var, buffers, {first: version}, device, newest=version, most_live=1)
             if name in self.gradients or name in self._item_of:
                 continue
             if var.role == GRAD:
@@ -273,7 +122,7 @@ class Store:
             places, total = [], 0
             for var in group:
                 places.append(total)
-                step = _ALIGNMENT // TORCH_DTYPES[dtype].itemsize
+                step = ALIGNMENT // TORCH_DTYPES[dtype].itemsize
                 total += -(-var.type.size // step) * step
             blocks = [allocate(TensorType(dtype, (total,)), self.device).zero_() for _ in range(copies)]
             self._sums.append(blocks)
@@ -304,53 +153,92 @@ class Store:
         """Return the buffer with the newest contents of a variable, read again if its memory was given back."""
         if name in self._gone and self.reread is not None:
             return self.reread(name)
-        if name in self._item_of:
-            return self._item_of[name].newest(name)
         if name in self.versioned:
-            return self.versioned[name].place(self.versioned[name].newest)
-        return self.single[name]
+            return self.of_version(name, self.versioned[name].newest)
+        return self._homed(self._item_of[name]).newest(name) if name in self._item_of else self.single[name]
 
-    def apart(self) -> dict[str, torch.Tensor]:
-        """Return what is at home in copies that nothing changes; they take no memory of the device."""
-        return {name: tensor for item in self.items.values() for name, tensor in item.apart().items()}
+    def of_version(self, name: str, version: int) -> torch.Tensor:
+        """Return a live version of a parameter, on the device or at home."""
+        there = self.versioned[name].place(version)
+        return self._homed(self._item_of[name], version).newest(name) if name in self._item_of else there
 
-    def bring(self, name: str, text: str) -> None:
-        """Begin to bring an item to the device. `text` names the copy."""
-        item = self._homed(name)
-        item.bring(text)
-        self._by_turn.clear()
-        for var in item.image.variables:
-            if var in self.versioned:
-                self.versioned[var].buffers[0] = item.tensor(var)
-        self._note_item("own", name)
+    def apart(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return what is at home in copies that nothing changes, by version; they take no memory of the device. What
+        has no versions counts as of the newest."""
+        copies: dict[int, dict[str, torch.Tensor]] = {}
+        for name, of_places in self.items.items():
+            live = {
+                v for var in of_places[0].image.variables if var in self.versioned for v in self.versioned[var].live()
+            }
+            for version in live or {self.version}:
+                copies.setdefault(version, {}).update(self._homed(name, version).apart())
+        return copies
 
-    def store(self, name: str, text: str) -> None:
+    def bring(self, name: str, text: str, version: int | None = None) -> None:
+        """Begin to bring an item to the device, the newest version if not another. `text` names the copy."""
+        version = self.version if version is None else version
+        item = self._homed(name, version)
+        if item.claim(text, filled=version <= self.version):
+            self._place_item(item, version)
+            self._note_item("own", item, version)
+
+    def store(self, name: str, text: str, version: int | None = None) -> None:
         """Begin to copy an item to its home."""
-        self._homed(name).store(text)
+        self._homed(name, version).store(text)
 
-    def let_item_go(self, name: str) -> None:
-        """Give the memory of an item back, once it is at home."""
+    def let_item_go(self, name: str, version: int | None = None) -> None:
+        """Give the memory of an item back, once it is at home and nothing else claims it."""
+        version = self.version if version is None else version
+        item = self._homed(name, version)
+        if item.give_up():
+            self._place_item(item, version)
+            self._note_item("give", item, version)
+
+    def _place_item(self, item: HomedItem, version: int) -> None:
+        """Let graphs have the variables of an item that came, or nothing of one that went."""
         self._by_turn.clear()
-        for var in self._homed(name).image.variables:
-            if var in self.versioned:
-                self.versioned[var].buffers[0] = _AWAY
-        self._homed(name).let_go()
-        self._note_item("give", name)
+        for name in item.image.variables:
+            if name in self.versioned:
+                place = version % item.image.versions
+                self.versioned[name].buffers[place] = item.tensor(name) if item.is_here else _AWAY
 
-    def await_items(self, names: Iterable[str]) -> None:
+    def await_items(self, names: Iterable[str], version: int | None = None) -> None:
         """Wait for items that a computation touches, if they are on their way to the device."""
         for name in names:
-            self.items[name].wait()
+            self._homed(name, version).wait()
 
     def settle(self) -> None:
         """Wait for copies of items to their homes."""
-        for item in self.items.values():
+        for item in self.every_item():
             item.settle()
 
-    def _homed(self, name: str) -> HomedItem:
+    def every_item(self) -> Iterator[HomedItem]:
+        """Yield the items that have a home, each version by itself."""
+        for of_places in self.items.values():
+            yield from of_places
+
+    def away(self, names: Iterable[str]) -> list[str]:
+        """List those of some items whose newest version is not on the device."""
+        return [name for name in names if not self._homed(name).is_here]
+
+    @contextmanager
+    def filling(self, name: str, *, older: bool) -> Iterator[None]:
+        """Let an item be filled on the device for the first time, `older` versions of it as well."""
+        of_places = self._items(name)
+        with ExitStack() as stack:
+            for item in of_places if older else (self._homed(name),):
+                stack.enter_context(item.filling())
+            yield
+
+    def _items(self, name: str) -> list[HomedItem]:
         if name not in self.items:
             raise VerifyError(f"no item {name} has a home that could be moved")
         return self.items[name]
+
+    def _homed(self, name: str, version: int | None = None) -> HomedItem:
+        """Return an item in a version, the newest if not another."""
+        of_places = self._items(name)
+        return of_places[(self.version if version is None else version) % len(of_places)]
 
     def fill_late(self, name: str) -> None:
         """Give a variable its elements, if it has none yet."""
@@ -379,7 +267,7 @@ class Store:
             source = self.single.get(versions.var.source)
             for version in versions.live() if versions.var.role != COPY or source is not None else ():
                 if version != versions.newest:
-                    tensor = versions.place(version)
+                    tensor = self.of_version(name, version)
                     kept = {name: tensor} if source is None else {versions.var.source: tensor.to(source.dtype)}
                     parameters.setdefault(version, {}).update(kept)
         return parameters
@@ -393,16 +281,13 @@ class Store:
             raise VerifyError(f"has no room for version {version} beside version {versions.newest}", where=f"@{name}")
         versions.held[buffer] = version
         versions.most_live = max(versions.most_live, len(versions.live()))
-        return versions.buffers[buffer]
+        return self.of_version(name, version)
 
     def buffer(self, slot: Slot, version: int | None, batch: int = 0) -> torch.Tensor:
         """Return the tensor for one slot of a graph's signature. `version` is that of the action; for an update, the
         version it makes. `batch` is the one whose gradients are meant."""
-        if slot.var in self._item_of:
-            # One that is at home is an error here.
-            tensor = self._item_of[slot.var].tensor(slot.var)
-            if slot.var not in self.versioned:
-                return tensor
+        if slot.var in self._item_of and slot.var not in self.versioned:
+            return self._homed(self._item_of[slot.var]).tensor(slot.var)
         if slot.var in self.gradients:
             buffers = self.gradients[slot.var]
             return buffers[batch % len(buffers)]
@@ -411,10 +296,14 @@ class Store:
             return self.single[slot.var]
         match slot.slot:
             case "mb" if version is not None:
-                return versions.place(version)
+                tensor = versions.place(version)
             case "next":
-                return versions.target(self.version + 1, self.grow)
-        return versions.place(versions.newest)
+                tensor = versions.target(self.version + 1, self.grow)
+            case _:
+                tensor = versions.place(versions.newest)
+        if tensor is _AWAY:
+            raise VerifyError("is asked for on the device, and is at home", where=f"@{slot.var}")
+        return tensor
 
     def buffers(self, graph: str, slots: Sequence[Slot], version: int | None, batch: int) -> list[torch.Tensor]:
         """Return the tensors for all slots of a graph; between two changes of versions they are looked up once."""
@@ -457,10 +346,10 @@ class Store:
             for buffer, tensor in enumerate(copies):
                 ledger.variable("own", name, buffer, tensor.nbytes, None)
 
-    def _note_item(self, what: str, item: str) -> None:
+    def _note_item(self, what: str, item: HomedItem, version: int) -> None:
         if self.ledger is not None:
-            for name, var in self._homed(item).image.variables.items():
-                self.ledger.variable(what, name, 0, var.type.nbytes, None)
+            for name, var in item.image.variables.items():
+                self.ledger.variable(what, name, version % item.image.versions, var.type.nbytes, None)
 
     def _note_version(self, what: str, name: str, versions: Versions, version: int) -> None:
         if self.ledger is not None:

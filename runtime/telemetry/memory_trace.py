@@ -182,13 +182,14 @@ def _stage(written: int | None, stages: Sequence[int]) -> int:
 
 def _variables(module: Module, stages: Sequence[int], entries: Sequence[LedgerEntry]) -> Iterable[Life]:
     variables = {stage: stage_vars(module, stage) for stage in stages}
-    ends = [(_stage(entry.stage, stages), entry.name, entry.step) for entry in entries if entry.what == "give"]
+    ends = [(_stage(e.stage, stages), e.name, e.block, e.step) for e in entries if e.what == "give"]
     for entry in entries:
         if entry.what == "own" and entry.nbytes:
             stage = _stage(entry.stage, stages)
             var = variables.get(stage, {}).get(entry.name)
             purpose = "buffers" if var is None else purpose_of(var)
-            end = next((step for *key, step in ends if key == [stage, entry.name] and step > entry.step), None)
+            key = [stage, entry.name, entry.block]
+            end = next((step for *other, step in ends if other == key and step > entry.step), None)
             yield Life(purpose, (entry.name,), None, entry.nbytes, entry.step, end, entry.block, stage=stage)
 
 

@@ -28,7 +28,7 @@ from penstock.ir.collective_calls import CollectiveCall, JointSum, group_of, sen
 from penstock.ir.graph import REPLICAS, Module
 from penstock.ir.schedule import Action
 from penstock.runtime.messages.status import describe
-from penstock.runtime.state.store import CPU, as_array
+from penstock.runtime.state.tensors import CPU, as_array
 from penstock.support.errors import PeerLost, VerifyError
 
 from .rounds import Array, Round, rounds_of

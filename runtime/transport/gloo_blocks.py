@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from penstock.ir.schedule import Action
 from penstock.ir.types import TensorType
-from penstock.runtime.state.store import Recycled
+from penstock.runtime.state.tensors import Recycled
 
 from .rounds import Array, Round, nbytes_of
 from .senders import LOST, Failures, Sender, Works

@@ -22,7 +22,7 @@ from penstock.ir.graph import Value
 from penstock.ir.messages import Parcel, parcels
 from penstock.ir.sharding.tile_messages import EdgeEnds, TileMessages, TileSlice
 from penstock.ir.types import TensorType
-from penstock.runtime.state.store import CPU, TORCH_DTYPES, Recycled, allocate
+from penstock.runtime.state.tensors import CPU, TORCH_DTYPES, Recycled, allocate
 
 
 class EdgePacking:

@@ -42,7 +42,7 @@ import torch
 from penstock.ir.messages import Parcel
 from penstock.runtime.messages.status import LOOK_SECONDS, Deadline
 from penstock.runtime.state.pinned import pin, unpin
-from penstock.runtime.state.store import CPU
+from penstock.runtime.state.tensors import CPU
 from penstock.support.errors import DoesNotFit
 
 from .packing import EdgePackings

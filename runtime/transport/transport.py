@@ -48,7 +48,7 @@ from penstock.runtime.group.neighbours import End, end_of
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import describe
 from penstock.runtime.state.device_copies import DeviceCopies
-from penstock.runtime.state.store import CPU, Recycled
+from penstock.runtime.state.tensors import CPU, Recycled
 from penstock.runtime.telemetry.device_memory import device_without_memory
 from penstock.support.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from penstock.support.out_of_memory import is_out_of_memory

@@ -226,7 +226,7 @@ def _actions(module: Module, routes: Routes, rank: int, stage: int, mb: int) -> 
 @contextmanager
 def _present(store: Store, names: Iterable[str]) -> Iterator[None]:
     """Have items on the device that a computation reads, which are at home between two steps."""
-    brought = [name for name in names if not store.items[name].is_here]
+    brought = store.away(names)
     for name in brought:
         store.bring(name, "")
     store.await_items(brought)

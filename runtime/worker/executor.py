@@ -22,21 +22,23 @@ import numpy as np
 import torch
 
 from penstock.backends.interface import StageProgram
-from penstock.ir.action_kinds import AGAIN, COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE
+from penstock.ir.action_kinds import AGAIN, COPY_IN, DROP, FORWARD, LET_GO, NORM_PARTS, PARTS, SUM, UPDATE
 from penstock.ir.batch_shares import fed_inputs, leads, loss_stage, microbatch_size, share_of
 from penstock.ir.collective_calls import coordinates_of
 from penstock.ir.graph import COORDINATE, MICROBATCH, NORM, Graph, Module, Value
 from penstock.ir.liveness import changed_vars
+from penstock.ir.memory.items import version_read
 from penstock.ir.memory.saved_sets import moves_saved
 from penstock.ir.memory.walk import LOOK_AHEAD
-from penstock.ir.schedule import ADDERS, COMPUTE, HANDS, READERS, RECEIVES, SENDS, SUM_USERS, Action
+from penstock.ir.schedule import ADDERS, COMPUTE, COPIES, HANDS, READERS, RECEIVES, SENDS, SUM_USERS, Action
 from penstock.runtime.messages.control import LogEntry, Output, Record, Step
 from penstock.runtime.messages.ledger import Ledger
 from penstock.runtime.messages.status import Status
 from penstock.runtime.state.held import hold_weights
 from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import Settings, learning_rate, settings_of
-from penstock.runtime.state.store import CPU, Recycled, Store, as_array, fill
+from penstock.runtime.state.store import Store
+from penstock.runtime.state.tensors import CPU, Recycled, as_array, fill
 from penstock.runtime.telemetry.device_memory import DeviceMemory
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.transport import RankTransport
@@ -212,7 +214,7 @@ class Executor:
                 # Waiting for other ranks is no part of the computation's time.
                 stage.finish_sum(action)
             if stage.touched:
-                stage.store.await_items(stage.touched.get(action.computation, ()))
+                stage.store.await_items(stage.touched.get(action.computation, ()), version_read(action))
             if stage.saved_sets is not None and kind in stage.saved_sets.saved.users:
                 stage.saved_sets.wait(action.mb)
             begun = None if self._times is None else self._times.mark()
@@ -312,13 +314,10 @@ class Executor:
                 self._exchange.begin(call, gradients, gradients)
             self._keeping.add(action.mb)
 
-    def copy_in(self, action: Action) -> None:
-        """Begin to copy an item of the stage to the device; it goes on in the background."""
-        self.store.bring(action.item, str(action))
-
-    def copy_out(self, action: Action) -> None:
-        """Begin to copy an item of the stage to its home; it goes on in the background."""
-        self.store.store(action.item, str(action))
+    def copy_item(self, action: Action) -> None:
+        """Begin to copy an item of the stage to the device or to its home; it goes on in the background."""
+        begin = self.store.bring if action.kind == COPY_IN else self.store.store
+        begin(action.item, str(action), action.version)
 
     def finish_sum(self, action: Action) -> None:
         """Wait for the sum of the batch that an action uses, the whole one and this rank's parts."""
@@ -372,7 +371,7 @@ class Executor:
 
     def let_go(self, action: Action) -> None:
         if action.item:
-            self.store.let_item_go(action.item)
+            self.store.let_item_go(action.item, action.version)
             return
         self.store.keep_only(action.mb, self._of(action.mb).after_letting_go)
 
@@ -493,8 +492,7 @@ HANDLERS: dict[str, Callable[[Executor, Action], None]] = {
     **dict.fromkeys(RECEIVES, Executor.receive),
     **dict.fromkeys(HANDS, Executor.hand_on),
     SUM: Executor.sum_up,
-    COPY_IN: Executor.copy_in,
-    COPY_OUT: Executor.copy_out,
+    **dict.fromkeys(COPIES, Executor.copy_item),
     LET_GO: Executor.let_go,
     DROP: Executor.drop,
 }

@@ -100,15 +100,15 @@ def _load(
     store = Store(
         local, stepped_vars(module), version=step, grow=grow, device=device, summed=summed, homed=source.homed
     )
-    at_home = {name for item in store.items.values() for name in item.image.variables}
+    at_home = {name for item in store.every_item() for name in item.image.variables}
     files = None if place is None else StageFiles(place, store, tiles)
     store.late = set(late) - at_home
     store.fill = lambda store, name: _fill(source, store, {name: variables[name]}, tiles, files)
     here = {name: var for name, var in variables.items() if name not in at_home | store.late}
     _fill(source, store, here, tiles, files)
     # One item at a time is on the device.
-    for item in store.items.values():
-        with item.filling():
+    for name, (item, *_) in store.items.items():
+        with store.filling(name, older=files is not None):
             _fill(source, store, {name: variables[name] for name in item.image.variables}, tiles, files)
     return store
 

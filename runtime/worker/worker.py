@@ -67,7 +67,8 @@ from penstock.runtime.state.lanes import lanes_of
 from penstock.runtime.state.packs import PackState
 from penstock.runtime.state.saved_sets import SavedSets
 from penstock.runtime.state.settings import settings_of
-from penstock.runtime.state.store import Store, SummedGradients, as_array
+from penstock.runtime.state.store import Store, SummedGradients
+from penstock.runtime.state.tensors import as_array
 from penstock.runtime.telemetry.device_memory import device_without_memory
 from penstock.runtime.telemetry.resident import borrowed_bytes, peak_bytes, resident_bytes
 from penstock.runtime.transport.carriers import Carriers

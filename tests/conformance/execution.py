@@ -85,7 +85,7 @@ def compiled(imported: Imported, inputs: Arrays, folder: Path) -> list[np.ndarra
     from penstock.backends.registry import backend_of
     from penstock.ir.cluster.cluster import Cluster
     from penstock.ir.graph import signature
-    from penstock.runtime.state.store import CPU, allocate, as_array, fill
+    from penstock.runtime.state.tensors import CPU, allocate, as_array, fill
 
     plan = api.plan(api.Model(imported), Cluster.local(1))
     backend = backend_of(TVM)

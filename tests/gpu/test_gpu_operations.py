@@ -20,7 +20,7 @@ from penstock.backends.tvm.cuda.load import CudaProgram
 from penstock.backends.tvm.cuda.torch_calls import CALLS
 from penstock.ir.graph import Graph
 from penstock.ir.types import FLOATS
-from penstock.runtime.state.store import as_array
+from penstock.runtime.state.tensors import as_array
 
 
 def build(graphs: Sequence[Graph], folder: Path, architecture: str) -> StageProgram:

@@ -12,7 +12,7 @@ from penstock.ir.graph import Graph
 from penstock.ir.interpreter.graphs import run_graph
 from penstock.ir.interpreter.store import DictStore
 from penstock.ir.types import dtype_of
-from penstock.runtime.state.store import TORCH_DTYPES, as_array, fill
+from penstock.runtime.state.tensors import TORCH_DTYPES, as_array, fill
 
 # Largest error allowed, relative to the largest value of the result. The compiled graph rounds half precision once, the
 # interpreter at every step.

@@ -43,7 +43,7 @@ from penstock.runtime.group.neighbours import End
 from penstock.runtime.launch.local import thread_environment
 from penstock.runtime.messages.control import DataSpec, Record, RunCommand, Setup, TraceRecord
 from penstock.runtime.messages.status import Status, StatusBoard
-from penstock.runtime.state.store import TORCH_DTYPES
+from penstock.runtime.state.tensors import TORCH_DTYPES
 from penstock.runtime.transport.rounds import Round
 from penstock.runtime.transport.transport import RankTransport
 from penstock.runtime.worker.worker import Worker

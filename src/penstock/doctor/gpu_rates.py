@@ -51,7 +51,7 @@ from penstock.ir.cluster.cluster import MEASURED, Cluster, Device
 from penstock.ir.graph import Module, Op, Stage, Value
 from penstock.ir.ops import complete_attrs, cost_of, make
 from penstock.ir.types import TensorType
-from penstock.runtime.state.store import TORCH_DTYPES
+from penstock.runtime.state.tensors import TORCH_DTYPES
 from penstock.support.entry_points import ENTRY_POINTS
 from penstock.support.errors import PenstockError, UsageError
 from penstock.support.hardware import Gpu

@@ -283,7 +283,7 @@ def _operand(kind: TensorType, source: torch.Generator) -> torch.Tensor:
     """Return elements from 0.1 to 1; those of long lists repeat."""
     import torch  # lazy: heavy
 
-    from penstock.runtime.state.store import TORCH_DTYPES  # lazy: heavy
+    from penstock.runtime.state.tensors import TORCH_DTYPES  # lazy: heavy
 
     elements = torch.rand(min(kind.size, _PERIOD), generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[kind.dtype])
     return elements.repeat(-(-kind.size // _PERIOD))[: kind.size].reshape(kind.dims)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import CACHE, Module, stage_vars
 from penstock.ir.memory.captured import captured_room
-from penstock.ir.memory.items import home_bytes, resident_bytes, stage_images
+from penstock.ir.memory.items import copied_bytes, home_bytes, resident_bytes, stage_images
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
 from penstock.ir.memory.saved_sets import most_sets_back, moves_saved, saved_set
 from penstock.ir.memory.walk import actions_of
@@ -137,11 +137,8 @@ def home_room(module: Module, rank: int) -> HomeRoom | None:
         + sum(
             saved.nbytes * most_sets_back(actions_of(module.schedule, rank, 2), stage) for stage, saved in sets.items()
         ),
-        sum(
-            (sets[a.stage].nbytes if moves_saved(a) else images[a.stage, a.item].stored)
-            for a in actions
-            if a.kind in COPIES
-        ),
+        sum(copied_bytes(module, rank).values())
+        + sum(sets[a.stage].nbytes for a in actions if a.kind in COPIES and moves_saved(a)),
     )
 
 

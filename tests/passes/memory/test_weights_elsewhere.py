@@ -57,15 +57,6 @@ def test_numbers_are_the_same_bit_for_bit(case: str) -> None:
     assert same(trained(module), trained(planned(case, "none")))
 
 
-def test_weights_stay_where_batches_overlap() -> None:
-    chain = chain_model(WIDTHS, [], rows=2).but(cluster=replace(Cluster.local(1), spaces=(Space("disk"),)))
-    options = PipelineOptions(schedule="interleaved-2bw", microbatches=M, packs=4, offload="weights")
-    cuts = tuple(f"layer{i}" for i in range(2, 8, 2))
-    calls = training_pipeline({"kind": "adamw", "lr": 0.1}, {"split_at": cuts}, options)
-    with pytest.raises(UsageError, match="schedule interleaved-2bw begins a batch before the last one ends"):
-        run_passes(chain, calls, PASSES)
-
-
 def test_all_that_may_be_elsewhere_is() -> None:
     module = planned("two devices", "all")
     verify(module)

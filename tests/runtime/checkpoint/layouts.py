@@ -25,7 +25,8 @@ from penstock.runtime.checkpoint.format import is_kept
 from penstock.runtime.group.group import RankGroup, host_store
 from penstock.runtime.messages.control import Setup
 from penstock.runtime.messages.status import Status
-from penstock.runtime.state.store import TORCH_DTYPES, Store, as_array, fill
+from penstock.runtime.state.store import Store
+from penstock.runtime.state.tensors import TORCH_DTYPES, as_array, fill
 from penstock.runtime.worker.loading import StateSource, load_store
 
 TIMEOUT, STEP = 30, 3

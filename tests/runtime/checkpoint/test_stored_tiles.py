@@ -30,7 +30,7 @@ from penstock.runtime.checkpoint.finding import choose, damage_of
 from penstock.runtime.checkpoint.saving import write_index
 from penstock.runtime.checkpoint.stored_tiles import files_for
 from penstock.runtime.job.ranks import whole_parameters
-from penstock.runtime.state.store import as_array
+from penstock.runtime.state.tensors import as_array
 from penstock.support.errors import VerifyError
 
 from .layouts import LAYOUTS, STEP, HandBundle, at_step, check, plan, save, whole

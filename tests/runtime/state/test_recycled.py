@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.ir.types import TensorType
-from penstock.runtime.state.store import Recycled, as_array
+from penstock.runtime.state.tensors import Recycled, as_array
 
 ROW = TensorType("f32", (6,))
 

@@ -10,7 +10,8 @@ import torch
 
 from penstock.ir.graph import Slot, Var
 from penstock.ir.types import TensorType, parse_type
-from penstock.runtime.state.store import TORCH_DTYPES, Store, allocate, as_array, fill
+from penstock.runtime.state.store import Store
+from penstock.runtime.state.tensors import TORCH_DTYPES, allocate, as_array, fill
 from penstock.support.errors import VerifyError
 
 TYPE = parse_type("f32[4]")

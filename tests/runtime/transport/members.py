@@ -22,7 +22,8 @@ from penstock.ir.schedule import Action
 from penstock.ir.text import parse_module
 from penstock.ir.types import TensorType, numpy_dtype
 from penstock.runtime.group.group import RankGroup, join_store
-from penstock.runtime.state.store import Store, SummedGradients, as_array
+from penstock.runtime.state.store import Store, SummedGradients
+from penstock.runtime.state.tensors import as_array
 from penstock.runtime.transport.carriers import Carriers
 from penstock.runtime.transport.collectives import RankExchange
 from penstock.runtime.transport.library_group import LibraryGroup

@@ -42,7 +42,7 @@ def content(values, mb, salt):
 
 
 def allocate_like(value):
-    from penstock.runtime.state.store import TORCH_DTYPES
+    from penstock.runtime.state.tensors import TORCH_DTYPES
 
     return TORCH_DTYPES[value.type.dtype]
 

@@ -13,7 +13,7 @@ from penstock.ir.graph import Value
 from penstock.ir.schedule import Action
 from penstock.ir.sharding.tile_messages import TileSlice
 from penstock.ir.types import parse_type
-from penstock.runtime.state.store import Recycled
+from penstock.runtime.state.tensors import Recycled
 from penstock.runtime.transport.gloo_wire import GlooWire, HandedOn, HandingLink
 from penstock.runtime.transport.packing import EdgePacking
 from penstock.runtime.transport.senders import Sender

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
-from penstock.runtime.state.store import Recycled
+from penstock.runtime.state.tensors import Recycled
 from penstock.runtime.transport.packing import EdgePackings
 
 # Values alone in a message, values that share one, and both; the largest rung first.

@@ -23,7 +23,7 @@ from penstock.ir.action_kinds import (
 )
 from penstock.ir.collective_calls import kept_parts
 from penstock.ir.graph import Module, Value, summed_vars
-from penstock.ir.memory.items import stage_images
+from penstock.ir.memory.items import is_made_later, stage_images
 from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.schedule import COMPUTE, COPIES, HANDS, RECEIVES, SENDS, Action
 from penstock.ir.sharding.tile_messages import ends_of, message_values
@@ -105,10 +105,14 @@ def _copies(module: Module, rank: int, action: Action) -> str:
         return f"copy what stage {action.stage} has not"
     part = _MOVED.get(action.item) or f"chunk {action.item[1:]} of the optimiser state"
     what = f"{part} of stage {action.stage}, {shown_bytes(image.nbytes)}"
+    if action.version is not None:
+        what = f"{part} of stage {action.stage} in version {action.version}, {shown_bytes(image.nbytes)}"
     if moves_saved(action):
         what = f"what @s{action.stage}.{FORWARD} saved, {shown_bytes(image.nbytes)}"
     if action.kind == LET_GO:
         return f"let go of {what}, once it is in {image.space}"
+    if is_made_later(action):
+        return f"take memory for {what}, which the update of batch {action.mb} makes"
     ways = {COPY_IN: f"from {image.space} for", COPY_OUT: f"to {image.space} after"}
     return f"begin to copy {what}, {ways[action.kind]} {_unit(action)}"
 

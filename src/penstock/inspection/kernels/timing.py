@@ -170,7 +170,7 @@ def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
 def _random(t: TensorType, below: int | None, within: tuple[float, float], source: torch.Generator) -> torch.Tensor:
     import torch
 
-    from penstock.runtime.state.store import TORCH_DTYPES  # lazy: heavy
+    from penstock.runtime.state.tensors import TORCH_DTYPES  # lazy: heavy
 
     dtype = TORCH_DTYPES[t.dtype]
     if t.dtype in FLOATS:

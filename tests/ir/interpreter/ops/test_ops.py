@@ -16,7 +16,7 @@ from penstock.ir.graph import Value
 from penstock.ir.interpreter.ops import NUMPY, apply_op, erf
 from penstock.ir.ops import OPS, complete_attrs, make
 from penstock.ir.types import FLOATS, TensorType, dtype_of, numpy_dtype, parse_type
-from penstock.runtime.state.store import fill
+from penstock.runtime.state.tensors import fill
 from penstock.support.errors import VerifyError
 
 # Of these torch has memory, but hardly a function: they are computed as i64, of which they are the last bits.

@@ -20,7 +20,7 @@ from penstock.backends.tvm.cuda.pipeline import PIPELINE
 from penstock.backends.tvm.cuda.target import cuda_target, device_machine
 from penstock.backends.tvm.lower.lower import plan_kernels
 from penstock.ir.graph import Graph, signature
-from penstock.runtime.state.store import allocate
+from penstock.runtime.state.tensors import allocate
 
 
 class SourceProgram:

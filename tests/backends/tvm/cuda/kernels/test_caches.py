@@ -13,7 +13,7 @@ from oracles.judge import to_tensor
 from penstock.ir.graph import Graph
 from penstock.ir.interpreter.ops.caches import with_rows
 from penstock.ir.types import numpy_dtype
-from penstock.runtime.state.store import as_array
+from penstock.runtime.state.tensors import as_array
 
 from ...kernels.caches.test_turns import runner
 from .cuda_source import SourceProgram

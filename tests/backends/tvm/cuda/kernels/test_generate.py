@@ -40,7 +40,7 @@ from penstock.ir.training.optimizers import Momentum
 from penstock.ir.types import FLOATS, parse_type
 from penstock.models import write_cnn, write_gpt
 from penstock.passes.kernels.fuse import choose_kernels
-from penstock.runtime.state.store import TORCH_DTYPES, as_array
+from penstock.runtime.state.tensors import TORCH_DTYPES, as_array
 
 from ...cases import compare, difference, make_args, random_array
 from .serial_threads import count_barriers, serial_module

@@ -13,7 +13,7 @@ from penstock.backends.tvm.cuda.kernels import sorting
 from penstock.ir.graph import Graph, Value
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
-from penstock.runtime.state.store import as_array
+from penstock.runtime.state.tensors import as_array
 
 from .cuda_source import SourceProgram
 from .test_generate import build_serial
