@@ -394,6 +394,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "moves-of-state": lambda: moves_of_state(
         6, schedule="interleaved", packs=2, split_at=[f"fc{i}.product" for i in range(2, 5)]
     ),
+    "moves-of-versions": lambda: moves_of_state(
+        7,
+        "weights",
+        2,
+        schedule="interleaved-2bw",
+        packs=3,
+        split_at=[f"{name}.product" for name in ("fc2", "fc3", "fc4", "fc5", "y")],
+    ),
     "moves-of-sets": lambda: moves_of_state(9, "activations", 6, schedule="gpipe", split_at=["fc5.product"]),
     "moves-of-chunks": lambda: moves_of_state(9, split_at=["fc5.product"]),
     "updates-elsewhere": updates_elsewhere,

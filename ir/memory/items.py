@@ -6,7 +6,7 @@ stage's optimiser state that have a home, `c0` those of chunk 0 of it, `w` its p
 lies at home as it lies on the device, one variable behind the other: its *image*. CI takes memory on the device for the
 whole image, L with the item gives it back.
 
-Weights of which there are two versions have an image for each, and their moves name one: `0CI2@1:w`. What is there
+Weights of which there are two versions have an image for each, and their moves name one: `2CI2@1:w`. What is there
 already is *claimed* once more by a CI, and nothing is copied; each L ends a claim, and the last one gives the memory
 back. A version that the update of the same batch makes has no copy at home yet: its CI takes memory alone.
 """

@@ -24,6 +24,7 @@ CASES = {
     "packs": (PACKS, "state"),
     "sets": ({**STAGES, "schedule": "gpipe", "microbatches": 12}, "activations"),
     "weights": (PACKS, "weights"),
+    "weights in two versions": ({**PACKS, "schedule": "interleaved-2bw"}, "weights"),
     "all of it": ({**PACKS, "microbatches": 8}, "all"),
 }
 
@@ -52,7 +53,12 @@ def test_what_is_elsewhere_trains_the_same_to_the_last_bit(name: str, program: P
 
 
 @pytest.mark.parametrize(
-    "name", ["chunks, 2bw, a processor beside the GPU", pytest.param("all of it", marks=pytest.mark.slow)]
+    "name",
+    [
+        "chunks, 2bw, a processor beside the GPU",
+        pytest.param("weights in two versions", marks=pytest.mark.slow),
+        pytest.param("all of it", marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_goes_on_from_what_its_homes_saved(name: str, program: Program, tmp_path: Path) -> None:
     """The control: two steps without a stop have other losses than the last two of four."""
