@@ -37,7 +37,7 @@ from machine import load, markdown, processor, system, versions, write_json
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.spaces import Space
-from penstock.ir.memory.items import stage_images
+from penstock.ir.memory.items import copied_bytes
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.models import write_mlp
 from penstock.planning.predict import predict_timed
@@ -48,12 +48,13 @@ LAYERS, MOVED, WITHIN = 2, 32 << 20, 0.1
 
 
 class Row(NamedTuple):
-    """A pipeline: its devices, the stages of each, its microbatches, and the seconds of a stage's forward."""
+    """A pipeline: its devices, the stages of each, its microbatches, the seconds of a stage's forward, its schedule."""
 
     devices: int
     packs: int
     microbatches: int
     forward: float
+    schedule: str = "interleaved"
 
     @property
     def pace(self) -> dict[str, float]:
@@ -66,6 +67,10 @@ ROWS = (
     Row(2, 3, 2, 0.06),
     Row(2, 3, 3, 0.06),
     Row(2, 4, 4, 0.06),
+    # Two versions of the weights.
+    Row(1, 4, 1, 0.06, "interleaved-2bw"),
+    Row(2, 3, 2, 0.06, "interleaved-2bw"),
+    Row(2, 4, 3, 0.06, "interleaved-2bw"),
     # The control.
     Row(1, 4, 1, 0.0001),
 )
@@ -79,20 +84,14 @@ def plan(row: Row, folder: Path, width: int, offload: str) -> ps.Plan:
     products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.001), microbatches=row.microbatches)
     cluster = replace(ps.Cluster.local(row.devices), spaces=(Space("disk", path=f"{folder.resolve()}/"),))
-    options: dict[str, Any] = {"schedule": "interleaved", "packs": row.packs, "split_at": products[LAYERS::LAYERS]}
+    options: dict[str, Any] = {"schedule": row.schedule, "packs": row.packs, "split_at": products[LAYERS::LAYERS]}
     return ps.plan(model, cluster, training, recompute="none", offload=offload, **options)
 
 
 def copied(planned: ps.Plan) -> int:
     """Return the bytes that all ranks copy in a batch."""
     module = planned.module
-    assert module.schedule is not None
-    return sum(
-        stage_images(module, a.stage)[a.item].stored
-        for program in module.schedule.ranks.values()
-        for a in program.batch
-        if a.kind in ("CI", "CO")
-    )
+    return sum(sum(copied_bytes(module, rank).values()) for rank in range(len(module.rank_packs())))
 
 
 def computed(job: Job) -> dict[str, float]:
@@ -137,6 +136,7 @@ def measure(row: Row, folder: Path, width: int, rounds: int, batches: int) -> di
     bandwidth = MOVED / statistics.median(ways)
     moved = copied(plans["weights"])
     return {
+        "schedule": row.schedule,
         "devices": row.devices,
         "packs": row.packs,
         "microbatches": row.microbatches,
@@ -156,11 +156,12 @@ def measure(row: Row, folder: Path, width: int, rounds: int, batches: int) -> di
 def table_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and lines of the table."""
     head = [
-        "devices", "stages of each", "microbatches", "forward", "a batch copies", "the disk alone", "predicted",
+        "schedule", "devices", "stages of each", "microbatches", "forward", "a batch copies", "the disk alone", "predicted",
         "measured", "predicted / measured", "losses",
     ]  # fmt: skip
     return head, [
         [
+            row["schedule"],
             str(row["devices"]),
             str(row["packs"]),
             str(row["microbatches"]),

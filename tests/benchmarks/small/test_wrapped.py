@@ -18,7 +18,8 @@ import wrapped
 
 def test_the_committed_run_reaches_its_goal() -> None:
     rows = json.loads((BENCHMARKS / "results" / "wrapped.json").read_text())["rows"]
-    assert [(row["devices"], row["packs"], row["microbatches"]) for row in rows] == [row[:3] for row in wrapped.ROWS]
+    shapes = [(row["devices"], row["packs"], row["microbatches"], row["schedule"]) for row in rows]
+    assert shapes == [(*row[:3], row.schedule) for row in wrapped.ROWS]
     assert all(row["same"] for row in rows)
     *hidden, control = rows
     assert all(abs(row["predicted"] / row["seconds"] - 1) <= wrapped.WITHIN for row in hidden)
@@ -30,6 +31,9 @@ def test_a_batch_copies_what_its_program_says(tmp_path: Path) -> None:
     planned = wrapped.plan(wrapped.Row(1, 4, 1, 0.01), tmp_path, 64, "weights")
     weights = 4 * 2 * (64 * 64 + 64) * 4
     assert wrapped.copied(planned) == pytest.approx(weights * (1 + 1 / 2 + 1 + 2 + 2), rel=0.01)
+    # In two versions, of which one comes for the update, and the weights of the first stage are still there then.
+    twice = wrapped.plan(wrapped.Row(1, 4, 1, 0.01, "interleaved-2bw"), tmp_path, 64, "weights")
+    assert weights * (2 + 1 + 1 + 2 + 2 - 1) < wrapped.copied(twice) < weights * (2 + 1 + 1 + 2 + 2)
     # The control: the same program over a disk with a tenth of the bandwidth.
     row = wrapped.Row(1, 4, 1, 0.0001)
     assert wrapped.predicted(planned, row, 1e7) > 5 * wrapped.predicted(planned, row, 1e8)
