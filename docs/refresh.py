@@ -249,7 +249,7 @@ def pipeline(training: bool) -> Callable[[], str]:
 
 def grid(kind: str, stages: int, microbatches: int, batches: int) -> Callable[[], str]:
     def text() -> str:
-        from penstock.ir.grid import format_grid
+        from penstock.inspection.views.schedule_grid import format_grid
         from penstock.passes.schedules.schedule import build_schedule
 
         return block(format_grid(build_schedule(kind, stages, microbatches), batches))

@@ -13,14 +13,14 @@ chain before `communicate`; the modelled cluster is the business of passes/simul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.support.errors import VerifyError
 
 from .action_kinds import ACTION_KINDS, AGAIN, BACKWARD, DROP, FORWARD, LET_GO, SUM, WEIGHTS, adder
-from .schedule import COMPUTE, COPIES, HANDS, MESSAGES, PHASES, RECEIVES, SENDS, SUM_USERS, Action, Schedule
+from .schedule import COMPUTE, COPIES, HANDS, PHASES, RECEIVES, SENDS, SUM_USERS, Action, Schedule
 
 Event = Hashable
 Programs = Mapping[int, Sequence[Action]]
@@ -64,13 +64,6 @@ MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(RECEIVES, Meeting(MESSAGE, NOTHING, NOTHING)),
     SUM: Meeting(NOTHING, NOTHING, ARRIVAL),
     **dict.fromkeys((*COPIES, LET_GO, DROP), _ALONE),
-}
-# In the grid an action is a bar, a note behind the computation before it, or not there unless it is marked.
-BAR, NOTE, HIDDEN = "bar", "note", ""
-GRID: dict[str, str] = {
-    **dict.fromkeys((FORWARD, AGAIN, BACKWARD, WEIGHTS), BAR),
-    **dict.fromkeys((SUM, *SUM_USERS, *COPIES), NOTE),
-    **dict.fromkeys((*MESSAGES, LET_GO, DROP), HIDDEN),
 }
 
 
@@ -273,47 +266,3 @@ def most_in_flight(actions: Iterable[Action]) -> int:
         now += {FORWARD: 1, last: -1}.get(action.kind, 0)
         most = max(most, now)
     return most
-
-
-def format_grid(schedule: Schedule, batches: int, *, width: int | None = None) -> str:
-    """Format a schedule as a grid with one row per rank and one column per unit of time. Forwards take one unit and
-    backwards two, or one and W one. U and collectives stand after the computation they follow. With a `width` the
-    grid goes on below where a line would be longer."""
-    played = simulate(schedule, batches)
-    packed = any(len(schedule.stages_of(rank)) > 1 for rank in schedule.ranks)
-    columns = round(played.finish)
-    cells = {rank: ["."] * columns for rank in played.ranks}
-    for rank, line in played.ranks.items():
-        for action, start, finish in line:
-            text = f"{action.stage if packed else ''}{action.kind}{action.mb}" + (
-                f"@{action.version}" if action.version is not None else f":{action.item}" if action.item else ""
-            )
-            at = round(start)
-            if GRID[action.kind] == BAR:
-                cells[rank][at : round(finish)] = [text] + ["="] * (round(finish) - at - 1)
-            elif GRID[action.kind] == NOTE and at:
-                cells[rank][at - 1] += f",{text}"
-    widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
-    lines: list[str] = []
-    for begin, end in _pieces(
-        widths, None if width is None else width - max((len(f"rank {rank} | ") for rank in cells), default=0)
-    ):
-        lines += [""] * bool(lines)
-        for rank, row in cells.items():
-            shown = zip(row[begin:end], widths[begin:end], strict=True)
-            lines.append(f"rank {rank} | " + " ".join(f"{c:<{w}}" for c, w in shown).rstrip())
-    busy = sum(t.finish - t.start for line in played.ranks.values() for t in line)
-    idle = 1 - busy / (columns * len(cells)) if columns else 0.0
-    return "\n".join([*lines, f"{columns} units of time, {idle:.0%} idle"])
-
-
-def _pieces(widths: Sequence[int], room: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the columns from and to for each piece that is at most so wide; a column that is wider has a piece of its
-    own."""
-    begin, used = 0, 0
-    for i, width in enumerate(widths):
-        if room is not None and i > begin and used + width > room:
-            yield begin, i
-            begin, used = i, 0
-        used += width + 1
-    yield begin, len(widths)

@@ -11,7 +11,7 @@ from oracles.repository import ROOT
 
 from penstock.inspection.dump import program as dumping
 from penstock.inspection.report import schedule_facts
-from penstock.inspection.views import gantt
+from penstock.inspection.views import gantt, schedule_grid
 from penstock.ir import grid as simulate
 from penstock.ir.action_kinds import ACTION_KINDS, ActionKind, adder
 from penstock.ir.interpreter import schedules as interp
@@ -48,7 +48,7 @@ def shown(row: ActionKind) -> bool:
 CONSUMERS: dict[str, tuple[Collection[str], Callable[[ActionKind], bool]]] = {
     "interpreter": (interp.MEANINGS, every),
     "player": (simulate.MEETINGS, every),
-    "grid": (simulate.GRID, every),
+    "grid": (schedule_grid.GRID, every),
     "memory walk": (memory_walk.WALKS, every),
     "accesses": (accesses.TOUCHED, every),
     "verifier of effects": (verify.EFFECTS, lambda row: row.computes),

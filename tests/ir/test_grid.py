@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.ir.grid import Played, format_grid, message_rules, most_in_flight, play, simulate, time_per_batch
+from penstock.ir.grid import Played, message_rules, most_in_flight, play, simulate, time_per_batch
 from penstock.ir.schedule import Action, Program, Schedule
 
 
@@ -57,41 +57,3 @@ def test_microbatches_in_flight_are_those_between_forward_and_the_end_of_backwar
         == 3
     )
     assert most_in_flight([]) == 0
-
-
-def test_the_grid_shows_versions_and_what_is_done_once_per_batch() -> None:
-    assert format_grid(WIRED, 2).splitlines() == [
-        "rank 0 | F0@0 .    .    B0@0      =,P0,N0,U0@1 F1@1 .    .    B1@1      =,P1,N1,U1@2",
-        "rank 1 | .    F0@0 B0@0 W0@0,U0@1 .            .    F1@1 B1@1 W1@1,U1@2 .",
-        "10 units of time, 40% idle",
-    ]
-    summed = format_grid(made(2, "0F2 0B2 0AR1 0U1", "0F3 0B3 0AR1 0U1"), 1)
-    assert summed.splitlines() == ["rank 0 | F0 B0 =,AR0,U0", "rank 1 | F1 B1 =,AR0,U0", "3 units of time, 0% idle"]
-    assert format_grid(made(1, ""), 1).splitlines() == ["rank 0 | ", "0 units of time, 0% idle"]
-
-
-def test_what_stands_before_everything_else_has_no_place_in_the_grid() -> None:
-    assert format_grid(made(1, "0P1 0F1 0B1", "0N1 0F1 0B1"), 1).splitlines()[0] == "rank 0 | F0 B0 ="
-
-
-def test_a_wide_grid_goes_on_below() -> None:
-    """The first four columns take 33 places, and no column more than 23."""
-    below = [
-        "rank 0 | F0@0 .    .    B0@0",
-        "rank 1 | .    F0@0 B0@0 W0@0,U0@1",
-        "",
-        "rank 0 | =,P0,N0,U0@1 F1@1 .",
-        "rank 1 | .            .    F1@1",
-        "",
-        "rank 0 | .    B1@1",
-        "rank 1 | B1@1 W1@1,U1@2",
-        "",
-        "rank 0 | =,P1,N1,U1@2",
-        "rank 1 | .",
-        "10 units of time, 40% idle",
-    ]
-    assert format_grid(WIRED, 2, width=33).splitlines() == below
-    assert format_grid(WIRED, 2, width=32).splitlines()[0] == "rank 0 | F0@0 .    ."
-    for width, pieces in ((1, 10), (200, 1)):
-        lines = format_grid(WIRED, 2, width=width).splitlines()
-        assert sum(line.startswith("rank 0") for line in lines) == pieces

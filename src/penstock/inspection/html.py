@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from penstock.ir.graph import Module
-from penstock.ir.grid import format_grid
 from penstock.ir.text import print_module
 from penstock.support.errors import PenstockError
 from penstock.support.words import counted
+
+from .views.schedule_grid import format_grid
 
 _MOST_ROWS, _MOST_LINES = 60, 300
 # Schedules of more ranks or microbatches are too large for a picture.

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from penstock.ir.action_kinds import DROP
 from penstock.ir.graph import CACHE, Module, stage_vars
 from penstock.ir.memory.captured import captured_room
-from penstock.ir.memory.items import copied_bytes, home_bytes, resident_bytes, stage_images
 from penstock.ir.memory.predict import Memory, measure_memory, memory_curve
-from penstock.ir.memory.saved_sets import most_sets_back, moves_saved, saved_set
-from penstock.ir.memory.walk import actions_of
 from penstock.ir.ops import BLOCK
-from penstock.ir.schedule import COPIES
 from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.simulator.forecast import forecast, seconds_of
 from penstock.support.errors import UsageError
+
+from .homes import HomeRoom, home_room
 
 
 @dataclass(frozen=True)
@@ -44,18 +42,6 @@ class CacheRoom:
     blocks: int
     bytes: int
     bytes_per_position: int
-
-
-@dataclass(frozen=True)
-class HomeRoom:
-    """The items of a rank that have a home in another memory space: their bytes there, the room that all ranks have,
-    the most bytes on the device at once, and those that a batch moves in and out together."""
-
-    space: str
-    bytes: int
-    room: int | None
-    on_device: int
-    moved_per_batch: int
 
 
 @dataclass(frozen=True)
@@ -108,38 +94,11 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
                 points,
                 times is not None,
                 cache_room(module, packs[rank][0]),
-                home_room(module, rank),
+                home_room(module, rank, [action for action, _, _ in states], at),
                 sum(captured_room(module, rank).values()),
             )
         )
     return tuple(curves)
-
-
-def home_room(module: Module, rank: int) -> HomeRoom | None:
-    """Return what a rank has in another memory space."""
-    assert module.schedule is not None
-    images = {
-        (stage, item): image
-        for stage in module.rank_packs()[rank]
-        for item, image in stage_images(module, stage).items()
-    }
-    sets = {stage: saved for stage in module.rank_packs()[rank] if (saved := saved_set(module, stage)) is not None}
-    if not images and not sets:
-        return None
-    space = [*(image.space for image in images.values()), *(saved.space for saved in sets.values())][0]
-    limit = None if module.cluster is None else module.cluster.space(space, module.rank_devices()[rank]).bytes or None
-    actions = module.schedule.ranks[rank].batch
-    return HomeRoom(
-        space,
-        sum(held.get(rank, 0) for held in home_bytes(module).values()),
-        limit,
-        max(resident_bytes(module, module.schedule.expand(rank, 2)))
-        + sum(
-            saved.nbytes * most_sets_back(actions_of(module.schedule, rank, 2), stage) for stage, saved in sets.items()
-        ),
-        sum(copied_bytes(module, rank).values())
-        + sum(sets[a.stage].nbytes for a in actions if a.kind in COPIES and moves_saved(a)),
-    )
 
 
 def cache_room(module: Module, stage: int) -> CacheRoom | None:

@@ -18,9 +18,9 @@ from penstock.inspection.memory import memory_curves
 from penstock.inspection.subject import Subject, load_module
 from penstock.inspection.summary import summarize
 from penstock.inspection.views import colours
+from penstock.inspection.views.schedule_grid import format_grid
 from penstock.inspection.views.text import _heights, show_memory
 from penstock.ir.graph import Module
-from penstock.ir.grid import format_grid
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.ops import cost_of
 from penstock.ir.text import print_module

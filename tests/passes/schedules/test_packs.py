@@ -11,9 +11,10 @@ import pytest
 from tests.oracles.drawn_chains import chain_model
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
+from penstock.inspection.views.schedule_grid import format_grid
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.graph import Module
-from penstock.ir.grid import format_grid, most_in_flight, simulate
+from penstock.ir.grid import most_in_flight, simulate
 from penstock.ir.interpreter.schedules import run_schedule
 from penstock.ir.memory.predict import measure_memory, memory_course
 from penstock.ir.schedule import MESSAGES, Action, Program, Schedule

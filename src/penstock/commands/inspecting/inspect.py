@@ -335,7 +335,7 @@ def _show_matching(module: Module, pattern: str) -> None:
 
 
 def _show_schedule(module: Module, batches: int) -> None:
-    from penstock.ir.grid import format_grid  # lazy: heavy
+    from penstock.inspection.views.schedule_grid import format_grid  # lazy: heavy
 
     if module.schedule is None:
         raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")

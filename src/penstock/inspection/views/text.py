@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.inspection.flow import FlowLine
-from penstock.inspection.memory import CacheRoom, Curve, HomeRoom
+from penstock.inspection.homes import HomeRoom
+from penstock.inspection.memory import CacheRoom, Curve
 from penstock.inspection.sources import ONNX, SourceNode
 from penstock.inspection.summary import RungFacts, StageFacts, Summary
 from penstock.inspection.weights import Statistics
@@ -28,6 +29,8 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _PLOT_WIDTH = 4, 100
 # This many parts and sources are printed in full; the others are counted.
 _MOST_PARTS, _MOST_SOURCES = 8, 6
+# The items that go to another space of a rank.
+_MOST_ITEMS = 12
 
 
 # ------------------------------------------------------------------------------------------------ the summary
@@ -178,19 +181,35 @@ def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
         if curve.caches is not None:
             parts += ["", _cache_line(curve.rank, curve.caches)]
         if curve.home is not None:
-            parts += ["", _home_line(curve.rank, curve.home)]
+            parts += ["", _home_line(curve, curve.home), *_absences(curve.home, curve.timed)]
         if curve.captured:
             parts += ["", _captured_line(curve.rank, curve.captured)]
         parts += ["", *_plot(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
     return "\n".join(parts)
 
 
-def _home_line(rank: int, home: HomeRoom) -> str:
+def _home_line(curve: Curve, home: HomeRoom) -> str:
     room = "" if home.room is None else f" of {shown_bytes(home.room)}"
+    least, most = min(home.course, default=home.bytes), max(home.course, default=home.bytes)
+    at = curve.points[home.course.index(most)].action if least < most else ""
+    course = f"; from {shown_bytes(least)} to {shown_bytes(most)} there over the run, most after {at}" if at else ""
     return (
-        f"rank {rank}: {shown_bytes(home.bytes)}{room} at home in {home.space}, at most {shown_bytes(home.on_device)} "
-        f"of it on the device; a batch copies {shown_bytes(home.moved_per_batch)}"
+        f"rank {curve.rank}: {shown_bytes(home.bytes)}{room} at home in {home.space}, at most "
+        f"{shown_bytes(home.on_device)} of it on the device; a batch copies {shown_bytes(home.moved_per_batch)}{course}"
     )
+
+
+def _absences(home: HomeRoom, timed: bool) -> Iterator[str]:
+    """Say why items go: for how long each is away, until what, and what a copy of it takes."""
+    rows: list[list[object]] = []
+    for item in home.absences[:_MOST_ITEMS]:
+        away = shown_seconds(item.away) if timed else counted(round(item.away), "action")
+        copy = shown_seconds(item.copy) if item.copy else "nothing"
+        rows.append([f"{item.item} of stage {item.stage}", shown_bytes(item.bytes), away, item.until, copy])
+    if rows:
+        yield table(["goes", "size", "away for", "until", "a copy takes"], rows)
+    if len(home.absences) > _MOST_ITEMS:
+        yield f"and {counted(len(home.absences) - _MOST_ITEMS, 'item')} more"
 
 
 def _captured_line(rank: int, nbytes: int) -> str:
