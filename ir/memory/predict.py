@@ -100,7 +100,7 @@ def measure_memory(module: Module) -> dict[int, Memory]:
     return dict(rows)
 
 
-def _most_resident(module: Module, rank: int) -> int:
+def most_resident(module: Module, rank: int) -> int:
     """Return the most bytes of items that are on the device of a rank at once."""
     if module.schedule is None or not any(var.home for var in module.vars.values()):
         return 0
@@ -112,7 +112,7 @@ def rank_memory(module: Module, rank: int) -> Memory:
     schedule = module.schedule
     assert schedule is not None, "memory needs a schedule"
     stages = schedule.stages_of(rank)
-    fixed = {"weights": 0, "gradients": 0, "state": _most_resident(module, rank), "buffers": 0}
+    fixed = {"weights": 0, "gradients": 0, "state": most_resident(module, rank), "buffers": 0}
     for stage in stages:
         for var in (var for var in stage_vars(module, stage).values() if not var.home):
             fixed[purpose_of(var)] += module.local_type(var.type, stage).nbytes * var.versions
@@ -186,7 +186,7 @@ def memory_course(module: Module, rank: int, batches: int) -> Course:
         blocks = sum(pool.bytes for pool in walk.pools)
         held.append((saved, passing, blocks - saved - passing))
     row = measure_memory(module)[rank]
-    away = row.fixed + row.data + rank_scratch(module, rank) - _most_resident(module, rank)
+    away = row.fixed + row.data + rank_scratch(module, rank) - most_resident(module, rank)
     always = tuple(away + n for n in resident_bytes(module, actions))
     return Course(tuple(actions), tuple(held), tuple(walk.finish()), always)
 

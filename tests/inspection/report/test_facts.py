@@ -42,10 +42,10 @@ def in_rows(flat: list[int], width: int) -> list[list[int]]:
 def test_memory_is_what_is_predicted_and_adds_up_at_every_moment(planned: Planned, facts: dict[str, Any]) -> None:
     for rank, expected in measure_memory(planned.plan.module).items():
         found = facts["memory"][rank]
-        points = in_rows(found["points"], 4)
+        points = in_rows(found["points"], 5)
         assert sum(found["fixed"].values()) + max(sum(point[1:]) for point in points) == expected.peak
         lives = in_rows(found["lives"], 6)
-        for time, activations, boundary, _ in points[:: max(1, len(points) // 20)]:
+        for time, activations, boundary, *_ in points[:: max(1, len(points) // 20)]:
             # Of actions that end at the same time only the last can be told by it.
             if sum(point[0] == time for point in points) == 1:
                 live = sum(
@@ -93,12 +93,12 @@ def test_measured_memory_lies_on_the_plan_action_by_action(planned: Planned, fac
             return 20 * min(time, warm) + SLOWER * max(0.0, time - warm)
 
         actions[rank] = [(a.shifted(late, per_batch), real(start), real(end) - real(start)) for a, start, end in line]
-        points = in_rows(facts["memory"][rank]["points"], 4)
-        held[rank] = [(real(time / TICKS), saved + passing) for time, saved, passing, _ in points]
+        points = in_rows(facts["memory"][rank]["points"], 5)
+        held[rank] = [(real(time / TICKS), saved + passing) for time, saved, passing, *_ in points]
     told = gather(replace(planned.material, trace=RunTrace(actions, held)), plain=True)["schedule"]["measured"]
     assert told["at"][0] - late == told["at"][1] > 0
     for rank, flat in enumerate(told["held"]):
-        points = in_rows(facts["memory"][rank]["points"], 4)
+        points = in_rows(facts["memory"][rank]["points"], 5)
         curve = steps([p[0] for p in points], [p[1] + p[2] for p in points])
         laid = steps(*map(list, zip(*in_rows(flat, 2), strict=True)))
         low, high = flat[0], flat[-2]

@@ -1,11 +1,13 @@
 """The memory of every rank over time, as data, at the simulator's times.
 
     {"rank", "fixed": {purpose: bytes}, "variables": [[name, role, versions, bytes], ...],
-     "points": [time, activations, boundary, free, ... flat],
-     "lives": [name, owner, purpose, bytes, from, to, ... flat]}
+     "points": [time, activations, boundary, free, items, ... flat],
+     "lives": [name, owner, purpose, bytes, from, to, ... flat],
+     "home": {"space", "course": [time, bytes, ... flat], "absences": [[item, bytes, ticks, until, ticks of a copy], ...]}}
 
-`fixed` does not change: weights, gradients, optimiser state, buffers, and waiting data. The sum at a point is the
-memory that the process holds by memory_curve. `free` are blocks that are unused between calls: temporaries of graphs,
+`fixed` does not change: weights, gradients, optimiser state, buffers, and waiting data. `items` are weights, gradients
+and state that come from another space and go; `home` is what lies there, and why items go (inspection/homes.py), null
+without. The sum at a point is the memory that the process holds by memory_curve. `free` are blocks that are unused between calls: temporaries of graphs,
 and memory kept for the next microbatch. `lives` are the blocks of values of microbatches (those of batch t under -1 -
 t), with the times between which they live; `to` is -1 where the run ends first. A message of several values has the
 name of the first, and their number. Times are ticks of schedule_facts.
@@ -19,9 +21,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.inspection.homes import HomeRoom, home_room
 from penstock.ir.graph import stage_vars
 from penstock.ir.memory.account import Life
-from penstock.ir.memory.predict import Memory
+from penstock.ir.memory.items import resident_bytes
+from penstock.ir.memory.predict import Memory, most_resident
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.passes.simulator.forecast import Forecast
 from penstock.passes.simulator.result import Simulated
@@ -32,6 +36,8 @@ from .strings import Strings
 
 PURPOSES = ("weights", "gradients", "state", "buffers", "data")
 _PASSING = ("activations", "boundary")
+# Where the plan counts items that come and go, at the most.
+_COMING = "state"
 # The most lives of values that are kept, of all ranks together.
 _MOST = 12000
 
@@ -44,25 +50,41 @@ def memory_facts(rows: Mapping[int, Memory], forecast: Forecast, strings: String
 def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: Strings) -> dict[str, Any]:
     module, course = forecast.module, forecast.courses[rank]
     finishes = [ticks(time) for time in forecast.simulated.lines[rank].finishes]
+    resident = list(resident_bytes(module, course.actions))
     points: list[int] = []
     last: tuple[int, ...] = ()
-    for finish, held in zip(finishes, course.held, strict=True):
-        if held != last:
+    for finish, blocks, items in zip(finishes, course.held, resident, strict=True):
+        if (held := (*blocks, items)) != last:
             points += finish, *held
             last = held
     lives = sorted(course.lives, key=lambda life: life.taken_at)
     if len(lives) > most:
         end = finishes[lives[most].taken_at]
-        points = points[: 4 * sum(time <= end for time in points[::4])]
+        points = points[: 5 * sum(time <= end for time in points[::5])]
     # A variable that several stages of the rank have a copy of is there as often.
     variables = [var for stage in module.rank_packs()[rank] for var in stage_vars(module, stage).values()]
     return {
         "rank": rank,
-        "fixed": {purpose: getattr(row, purpose) for purpose in PURPOSES},
+        "fixed": {
+            purpose: getattr(row, purpose) - (most_resident(module, rank) if purpose == _COMING else 0)
+            for purpose in PURPOSES
+        },
         "variables": [[strings[v.name], v.role, v.versions, v.type.nbytes * v.versions] for v in variables],
         "points": points,
         "lives": [number for life in lives[:most] for number in _flat(life, finishes, strings)],
+        "home": _home_facts(home_room(module, rank, course.actions, forecast.simulated.lines[rank].finishes), finishes),
     }
+
+
+def _home_facts(home: HomeRoom | None, finishes: Sequence[int]) -> dict[str, Any] | None:
+    if home is None:
+        return None
+    course: list[int] = []
+    for finish, nbytes in zip(finishes, home.course, strict=True):
+        if not course or nbytes != course[-1]:
+            course += finish, nbytes
+    rows = [[f"{a.item} of stage {a.stage}", a.bytes, ticks(a.away), a.until, ticks(a.copy)] for a in home.absences]
+    return {"space": home.space, "course": course, "absences": rows}
 
 
 def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:

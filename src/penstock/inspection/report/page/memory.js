@@ -1,10 +1,10 @@
 // What a rank's memory holds over time, by purpose, and at one moment by tensor. The same time axis as the schedule's.
 
 const FIXED = ["weights", "gradients", "state", "buffers", "data"];
-const MOVING = ["activations", "boundary", "free"];
+const MOVING = ["items", "activations", "boundary", "free"];
 const PURPOSE = {
   weights: "weights, all versions", gradients: "gradients", state: "optimiser state", buffers: "buffers", data: "data that wait",
-  activations: "activations kept for the backward", boundary: "values between stages", free: "temporaries and free blocks",
+  items: "weights, gradients and state that come and go", activations: "activations kept for the backward", boundary: "values between stages", free: "temporaries and free blocks",
 };
 
 function memoryView() {
@@ -17,8 +17,8 @@ function memoryView() {
   const fixedOf = (each) => FIXED.reduce((sum, name) => sum + each.fixed[name], 0);
   const points = memory.map((each) => {
     const list = [];
-    for (let i = 0; i < each.points.length; i += 4) list.push({ time: each.points[i], activations: each.points[i + 1], boundary: each.points[i + 2], free: each.points[i + 3] });
-    return list.length ? list : [{ time: 0, activations: 0, boundary: 0, free: 0 }];
+    for (let i = 0; i < each.points.length; i += 5) list.push({ time: each.points[i], activations: each.points[i + 1], boundary: each.points[i + 2], free: each.points[i + 3], items: each.points[i + 4] });
+    return list.length ? list : [{ time: 0, activations: 0, boundary: 0, free: 0, items: 0 }];
   });
   const finish = Math.max(1, ...points.map((list) => list[list.length - 1].time)) * 1.02;
   const chart = timeline({
@@ -29,8 +29,10 @@ function memoryView() {
   const line = svg("line", { class: "cursor" });
   const detail = el("div", { class: "moment" });
 
+  const moving = (point) => MOVING.reduce((sum, name) => sum + point[name], 0);
+
   function peakOf(list, each) {
-    const most = list.reduce((peak, point) => Math.max(peak, point.activations + point.boundary + point.free), 0);
+    const most = list.reduce((peak, point) => Math.max(peak, moving(point)), 0);
     return (everything ? fixedOf(each) : 0) + most;
   }
 
@@ -117,13 +119,21 @@ function memoryView() {
     const { lives } = now(), found = [];
     for (let i = 0; i < lives.length; i += 6) {
       const [name, owner, purpose, size, from, to] = lives.slice(i, i + 6);
-      if (from <= time && (to < 0 || to > time)) found.push({ name: text(name), owner: owner >= 0 ? `microbatch ${owner}` : `batch ${-1 - owner}`, purpose: MOVING[purpose], size, from, to });
+      if (from <= time && (to < 0 || to > time)) found.push({ name: text(name), owner: owner >= 0 ? `microbatch ${owner}` : `batch ${-1 - owner}`, purpose: ["activations", "boundary"][purpose], size, from, to });
     }
     return found;
   }
 
+  // What lies in another space at a time, and why items go there.
+  function away(home, time) {
+    let there = home.course[1] || 0;
+    for (let i = 0; i < home.course.length && home.course[i] <= time; i += 2) there = home.course[i + 1];
+    const rows = home.absences.map(([item, size, gone, until, copy]) => [item, { value: size, node: bytes(size) }, { value: gone, node: seconds(gone * TICK) }, el("code", {}, until), { value: copy, node: copy ? seconds(copy * TICK) : "nothing" }]);
+    return panel(`${bytes(there)} at home in ${home.space}`, rows.length ? table([["goes"], ["bytes", "number"], ["away for", "number"], ["until"], ["a copy takes", "number"]], rows, { caption: "An item goes where it is away for longer than its copies take" }) : null);
+  }
+
   function tell() {
-    const each = now(), point = points[rank][cursor], total = fixedOf(each) + point.activations + point.boundary + point.free;
+    const each = now(), point = points[rank][cursor], total = fixedOf(each) + moving(point);
     const parts = [...FIXED.map((name) => [name, each.fixed[name]]), ...MOVING.map((name) => [name, point[name]])].filter(([, size]) => size);
     const tensors = [...each.variables.map(([name, role, versions, size]) => ({ name: text(name), owner: versions > 1 ? plural(versions, "version") : "", purpose: { param: "weights", grad: "gradients", state: "state" }[role] || "buffers", size })),
       ...livesAt(point.time)].sort((a, b) => b.size - a.size);
@@ -132,15 +142,15 @@ function memoryView() {
       panel(`At ${seconds(point.time * TICK)}: ${bytes(total)}`, table([["purpose"], ["bytes", "number"], ["share", "number"]],
         parts.map(([name, size]) => [el("span", { class: "key" }, el("i", { class: `swatch fill-${name}` }), PURPOSE[name]), { value: size, node: bytes(size) }, percent(size / total)]), { caption: "By purpose" })),
       panel(`${plural(tensors.length, "tensor")}, the largest first`, several(tensors, (each) => el("div", { class: "tensor" }, el("i", { class: `swatch fill-${each.purpose}` }),
-        el("code", {}, each.name), el("small", {}, each.owner), bar([[each.size / most, `fill-${each.purpose}`]], bytes(each.size)), el("span", { class: "number" }, bytes(each.size))), 14)));
+        el("code", {}, each.name), el("small", {}, each.owner), bar([[each.size / most, `fill-${each.purpose}`]], bytes(each.size)), el("span", { class: "number" }, bytes(each.size))), 14)),
+      each.home ? away(each.home, point.time) : null);
     if (document.activeElement === chart.picture) say(`${seconds(point.time * TICK)}: ${bytes(total)}, ${parts.map(([name, size]) => `${PURPOSE[name]} ${bytes(size)}`).join(", ")}`);
   }
 
   function peak() {
     let best = 0;
     points[rank].forEach((point, i) => {
-      const sum = (each) => each.activations + each.boundary + each.free;
-      if (sum(point) > sum(points[rank][best])) best = i;
+      if (moving(point) > moving(points[rank][best])) best = i;
     });
     set(best);
   }
