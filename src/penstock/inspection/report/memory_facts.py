@@ -61,8 +61,8 @@ def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: 
     if len(lives) > most:
         end = finishes[lives[most].taken_at]
         points = points[: 5 * sum(time <= end for time in points[::5])]
-    # A variable that several stages of the rank have a copy of is there as often.
-    variables = [var for stage in module.rank_packs()[rank] for var in stage_vars(module, stage).values()]
+    # A variable that several stages of the rank have a copy of is there as often. Those with a home come and go.
+    variables = [v for stage in module.rank_packs()[rank] for v in stage_vars(module, stage).values() if not v.home]
     return {
         "rank": rank,
         "fixed": {
