@@ -37,7 +37,7 @@ from machine import load, markdown, processor, system, versions, write_json
 from memory_group import CGROUPS, MemoryGroup, enter
 
 import penstock as ps
-from penstock.inspection.memory import memory_curves
+from penstock.inspection.memory.curves import memory_curves
 from penstock.ir.memory.items import stage_images
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.schedule import COPIES

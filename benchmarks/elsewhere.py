@@ -29,7 +29,7 @@ import numpy as np
 from machine import load, markdown, processor, system, versions, write_json
 
 import penstock as ps
-from penstock.inspection.memory import memory_curves
+from penstock.inspection.memory.curves import memory_curves
 from penstock.ir.memory.predict import measure_memory
 from penstock.models import write_mlp
 

@@ -8,8 +8,8 @@ import pytest
 from tests.passes.memory.test_offload import planned
 from tests.passes.memory.test_weights_elsewhere import planned as weights
 
-from penstock.inspection.homes import Absence, HomeRoom
-from penstock.inspection.memory import Curve, memory_curves
+from penstock.inspection.memory.curves import Curve, memory_curves
+from penstock.inspection.memory.homes import Absence, HomeRoom
 from penstock.inspection.views.text import show_memory
 from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module

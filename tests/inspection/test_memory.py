@@ -6,7 +6,7 @@ from oracles.caches.turns import Shape, turn_module
 
 import penstock as ps
 from penstock.frontends.imported import Imported
-from penstock.inspection.memory import CacheRoom, memory_curves
+from penstock.inspection.memory.curves import CacheRoom, memory_curves
 from penstock.inspection.views.text import show_memory
 from penstock.models import write_mlp
 from penstock.planning.model import Model

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from oracles.drawn_modules import modules
 
 from penstock.commands.parser import main
-from penstock.inspection.memory import memory_curves
+from penstock.inspection.memory.curves import memory_curves
 from penstock.inspection.subject import Subject, load_module
 from penstock.inspection.summary import summarize
 from penstock.inspection.views import colours

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import api
 from penstock.frontends.training import Training
-from penstock.inspection.memory import memory_curves
+from penstock.inspection.memory.curves import memory_curves
 from penstock.inspection.views.text import show_memory
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.cluster.gpus import CONTEXT, WORKSPACES

@@ -18,7 +18,7 @@ from tests.runtime.job.test_replicas import batches_of
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
-from penstock.inspection.memory import memory_curves
+from penstock.inspection.memory.curves import memory_curves
 from penstock.inspection.views.text import show_memory
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.cluster.spaces import Space

@@ -13,7 +13,7 @@ from tests.runtime.job.test_packs import M, same, trained
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
-from penstock.inspection.memory import memory_curves
+from penstock.inspection.memory.curves import memory_curves
 from penstock.ir.cluster.cluster import Cluster
 from penstock.ir.memory.account import first_difference
 from penstock.models import write_mlp

@@ -351,7 +351,7 @@ def _show_memory(module: Module, batches: int, arguments: Namespace) -> None:
     if arguments.trace:
         _show_traced_memory(module, arguments)
         return
-    from penstock.inspection.memory import memory_curves  # lazy: heavy
+    from penstock.inspection.memory.curves import memory_curves  # lazy: heavy
     from penstock.inspection.views.text import show_memory  # lazy: heavy
 
     curves = memory_curves(module, batches)

@@ -20,7 +20,7 @@ from dataclasses import astuple
 from typing import Any
 
 from penstock.calibration.measured import Measured
-from penstock.inspection.memory import cache_room
+from penstock.inspection.memory.curves import cache_room
 from penstock.ir.graph import PARAM, Module
 from penstock.ir.memory.predict import Memory, measure_memory
 from penstock.ir.ops.caches import BLOCK

@@ -3,14 +3,15 @@
     {"rank", "fixed": {purpose: bytes}, "variables": [[name, role, versions, bytes], ...],
      "points": [time, activations, boundary, free, items, ... flat],
      "lives": [name, owner, purpose, bytes, from, to, ... flat],
-     "home": {"space", "course": [time, bytes, ... flat], "absences": [[item, bytes, ticks, until, ticks of a copy], ...]}}
+     "home": {"space", "course": [time, bytes, ... flat],
+              "absences": [[item, bytes, ticks, until, ticks of a copy], ...]}}
 
 `fixed` does not change: weights, gradients, optimiser state, buffers, and waiting data. `items` are weights, gradients
-and state that come from another space and go; `home` is what lies there, and why items go (inspection/homes.py), null
-without. The sum at a point is the memory that the process holds by memory_curve. `free` are blocks that are unused between calls: temporaries of graphs,
-and memory kept for the next microbatch. `lives` are the blocks of values of microbatches (those of batch t under -1 -
-t), with the times between which they live; `to` is -1 where the run ends first. A message of several values has the
-name of the first, and their number. Times are ticks of schedule_facts.
+and state that come from another space and go; `home` is what lies there, and why items go (inspection/memory/homes.py),
+null without. The sum at a point is the memory that the process holds by memory_curve. `free` are blocks that are unused
+between calls: temporaries of graphs, and memory kept for the next microbatch. `lives` are the blocks of values of
+microbatches (those of batch t under -1 - t), with the times between which they live; `to` is -1 where the run ends
+first. A message of several values has the name of the first, and their number. Times are ticks of schedule_facts.
 
 Limit: of a long program only the first lives are kept (`_MOST`), and the points until then.
 """
@@ -21,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.inspection.homes import HomeRoom, home_room
+from penstock.inspection.memory.homes import HomeRoom, home_room
 from penstock.ir.graph import stage_vars
 from penstock.ir.memory.account import Life
 from penstock.ir.memory.items import resident_bytes

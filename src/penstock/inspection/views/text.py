@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.inspection.flow import FlowLine
-from penstock.inspection.homes import HomeRoom
-from penstock.inspection.memory import CacheRoom, Curve
+from penstock.inspection.memory.curves import CacheRoom, Curve
+from penstock.inspection.memory.homes import HomeRoom
 from penstock.inspection.sources import ONNX, SourceNode
 from penstock.inspection.summary import RungFacts, StageFacts, Summary
 from penstock.inspection.weights import Statistics

@@ -1,4 +1,4 @@
-"""What ranks have at home in other memory spaces over a run, and why it goes there.
+"""Items at home in other memory spaces over a run, and why they go there.
 
 In: a module with a schedule, the times at which its actions end. Out: for a rank its bytes at home after each action,
 and for each item that goes: how long it is away, what waits for it then, and what the way takes for a copy of it. An
