@@ -136,6 +136,10 @@ class ItemClaims:
     def __init__(self) -> None:
         self._held = Counter[tuple[int, str, int | None]]()
 
+    def count(self, action: Action) -> int:
+        """Return how often the item of CI or L is claimed."""
+        return self._held[action.stage, action.item, action.version]
+
     def change(self, action: Action) -> int:
         """Follow CI or L of an item, and return by how many images more there is on the device: 1, 0 or -1."""
         key = action.stage, action.item, action.version

@@ -150,8 +150,9 @@ class _Moves:
                     yield from self._touch(step, a, item)
         for stage, items in self._items.items():
             for item in items.values():
-                if item.here:
-                    what = f"never lets go of {item.name} of stage {stage}, state that it brought"
+                for version in item.here:
+                    which = "" if version is None else f" in version {version}"
+                    what = f"never lets go of {item.name} of stage {stage}{which}, which it brought"
                     yield self._run.missing(self._rank, what)
 
     def _touch(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:

@@ -23,13 +23,17 @@ def put_gradients(
     before: dict[int, list[Action]],
     behind: dict[int, list[Action]],
 ) -> None:
-    """Let gradients come with the first computation that adds to them, and go with the update."""
+    """Let gradients come with the first computation that adds to them, and go with the update, which may be that of the
+    batch before."""
+    assert module.schedule is not None
     for stage in stages:
         if GRADIENTS_ITEM not in stage_images(module, stage):
             continue
         places = [i for i, a in enumerate(batch) if a.stage == stage and a.kind in ADDERS]
         updates = [i for i, a in enumerate(batch) if a.stage == stage and a.kind == UPDATE and not a.item]
         if places and updates:
-            come, go = (Action(kind, stage, 1, item=GRADIENTS_ITEM) for kind in (COPY_IN, LET_GO))
+            first, update = batch[places[0]], batch[updates[0]]
+            come = Action(COPY_IN, stage, first.batch(module.schedule.microbatches), item=GRADIENTS_ITEM)
+            go = Action(LET_GO, stage, update.mb, item=GRADIENTS_ITEM)
             before.setdefault(ahead_of_receives(batch, places[0]), []).append(come)
             behind.setdefault(updates[0], []).append(go)

@@ -33,8 +33,8 @@ from penstock.support.errors import UsageError
 from .chunks import ahead_of_receives
 from .gradients_elsewhere import put_gradients
 
-# The lists that are looked at behind each other, and the one of them whose moves are taken: visits on both sides of it
-# are whole.
+# The lists that are looked at behind each other, and the one of them whose moves are taken. A stay reaches from one
+# visit into the next, and a visit is within two lists: three on each side are enough for all that are taken.
 _LISTS, _TAKEN = 7, 3
 
 

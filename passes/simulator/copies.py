@@ -112,7 +112,7 @@ class Copies:
         """Begin the copy of an action at a place: rank, position and the number that it has there."""
         rank, position, number = place
         action = self._in_run(action, number)
-        key = _key(rank, action, action.kind, action.item)
+        key = self._key(rank, action, action.kind, action.item)
         if action.version is not None and is_brought(action) and not self._claims[rank].change(action):
             return
         self._begun[key] = _Begun(math.inf, None)
@@ -138,10 +138,12 @@ class Copies:
         rank, position, number = place
         action = self._in_run(action, number)
         if is_let_go(action):
-            keys = [_key(rank, action, COPY_OUT, action.item)]
+            # A claim that is not the last one ends at once.
+            waiting = self._claims[rank].count(action) <= 1
+            keys = [self._key(rank, action, COPY_OUT, action.item)] if waiting else []
         else:
             items = self._touched.get((rank, action.stage, action.computation), ())
-            keys = [_key(rank, action, COPY_IN, item) for item in items]
+            keys = [self._key(rank, action, COPY_IN, item) for item in items]
         if any(self._waits_for(key, (rank, position), now, messages) for key in keys):
             return True
         if is_let_go(action) and action.version is not None:
@@ -151,6 +153,13 @@ class Copies:
     def _in_run(self, action: Action, number: int) -> Action:
         m = self._microbatches
         return action if m is None else action.shifted((number - action.mb) // (1 if action.once else m), m)
+
+    def _key(self, rank: int, action: Action, kind: str, item: str) -> _Key:
+        if item == SAVED_ITEM:
+            return rank, action.stage, kind, item, action.mb
+        # Without moves that name a version there is one of each item, whatever computations read.
+        version = version_read(action) if item == WEIGHTS_ITEM and self._microbatches is not None else None
+        return rank, action.stage, kind, item, -1 if version is None else version
 
     def _waits_for(
         self,
@@ -170,13 +179,6 @@ class Copies:
             return True
         messages[place] = begun.message
         return False
-
-
-def _key(rank: int, action: Action, kind: str, item: str) -> _Key:
-    if item == SAVED_ITEM:
-        return rank, action.stage, kind, item, action.mb
-    version = version_read(action) if item == WEIGHTS_ITEM else None
-    return rank, action.stage, kind, item, -1 if version is None else version
 
 
 def _lane(rank: int, action: Action) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class HomedItem:
     def __init__(self, image: Image, home: Home | None, lanes: Lanes) -> None:
         self.image, self._home, self._lanes = image, home, lanes
         self._memory: torch.Tensor | None = None
-        self._claims = 0
+        self._claims, self._version = 0, 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._coming: Copying | None = None
         self._leaving: Copying | None = None
@@ -103,11 +103,14 @@ class HomedItem:
         """Return whether it has memory on the device."""
         return self._memory is not None
 
-    def claim(self, text: str, *, filled: bool = True) -> bool:
-        """Bring it, or claim a version that is there once more; return whether it came."""
+    def claim(self, text: str, version: int, *, filled: bool = True) -> bool:
+        """Bring a version, or claim what is there once more; return whether it came."""
         if self._claims and self.image.versions == 1:
             raise VerifyError("is on the device already", where=self._where)
-        self._claims += 1
+        if self._claims and version != self._version:
+            what = f"is on the device in version {self._version}, and version {version} would take its place"
+            raise VerifyError(what, where=self._where)
+        self._claims, self._version = self._claims + 1, version
         if self._claims == 1:
             self.bring(text, filled=filled)
         return self._claims == 1

@@ -178,7 +178,7 @@ class Store:
         """Begin to bring an item to the device, the newest version if not another. `text` names the copy."""
         version = self.version if version is None else version
         item = self._homed(name, version)
-        if item.claim(text, filled=version <= self.version):
+        if item.claim(text, version, filled=version <= self.version):
             self._place_item(item, version)
             self._note_item("own", item, version)
 

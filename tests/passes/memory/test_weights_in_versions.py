@@ -17,10 +17,11 @@ from penstock.ir.cluster.spaces import Space
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import copied_bytes, home_bytes, resident_bytes, stage_images
 from penstock.ir.memory.predict import measure_memory
-from penstock.ir.schedule import Action
+from penstock.ir.schedule import Action, Program
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import run_passes
+from penstock.passes.memory.weights_in_versions import with_versions_moved
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 
@@ -30,6 +31,7 @@ CASES = {
     "one device": (1, 4, {}),
     "two devices": (2, 4, {}),
     "clipped": (2, 4, {"guard": {"clip": 0.5}}),
+    "clipped, one visit": (3, 3, {"guard": {"clip": 0.5}}),
     "made again": (2, 4, {"recompute": "all"}),
     "all of it": (2, 4, {"offload": "all"}),
 }
@@ -85,6 +87,29 @@ def test_every_shape_is_legal_and_ends_with_all_at_home(devices: int, packs: int
         for batches in (1, 2, 5):
             *_, left = resident_bytes(module, module.schedule.expand(rank, batches))
             assert left == 0
+
+
+@pytest.mark.parametrize(("devices", "packs", "m"), [(1, 3, 1), (2, 3, 2), (2, 3, 3), (2, 4, 4)])
+def test_late_updates_are_legal_too(devices: int, packs: int, m: int) -> None:
+    """Gradients go behind the update of their batch, which stands in the list of the next one. Those that have two
+    buffers stay: with many microbatches all of them."""
+    module = two_versions(devices, packs, m, guard={"clip": 0.5})
+    verify(module)
+    gradients = [var for var in module.vars.values() if var.role == "grad"]
+    assert all(bool(var.home) == (var.versions == 1) for var in gradients)
+    assert any(var.home for var in gradients) == (m < 2 * devices)
+
+
+def test_a_schedule_that_does_not_begin_as_it_goes_on_is_refused() -> None:
+    module = planned("one device", "none")
+    program = Program(module.schedule.ranks[0].start[1:], module.schedule.ranks[0].batch)
+    homes = replace_homes(module)
+    with pytest.raises(UsageError, match="the schedule does not begin with 0F"):
+        with_versions_moved(homes, program, range(4))
+
+
+def replace_homes(module: Module) -> Module:
+    return module.but(vars={n: replace(v, home="disk") if v.role == "param" else v for n, v in module.vars.items()})
 
 
 def versions_here(module: Module, rank: int, batches: int) -> Iterable[tuple[Action, Counter[int]]]:

@@ -83,3 +83,33 @@ def test_a_backward_waits_for_the_set_of_its_own_microbatch() -> None:
     found = when(simulate(written(2, r0=sets), 1, lasting(F=1.0, B=1.0, U=1.0), nothing, over(own, users={"B"})), 0)
     assert [found[f"0L{mb}:a0"][0] for mb in (0, 1)] == [4, 7]
     assert [found[f"0B{mb}"] for mb in (0, 1)] == [(10, 11), (13, 14)]
+
+
+def test_computations_wait_for_the_weights_that_they_read() -> None:
+    """With one version of them, whichever a computation names. The control: an item that no computation touches."""
+    one = "0CI1:w 0F1@0 0B1@0 0U1@2 0CO1:w 0L1:w"
+    times = lasting(F=1.0, B=1.0, U=1.0)
+    found = when(simulate(written(1, r0=one), 2, times, nothing, over(own, users=frozenset("FBU"))), 0)
+    assert (found["0F0@0"], found["0U0@1"], found["0L0:w"]) == ((3, 4), (5, 6), (9, 9))
+    assert found["0F1@0"] == (12, 13)
+    assert when(simulate(written(1, r0=one), 1, times, nothing, over(own, users=frozenset())), 0)["0F0@0"] == (0, 1)
+
+
+TWO = "0CI1@0:w 0B1@0 0L1@0:w 0CI1@1:w 0CI1@2:w 0U1@2 0L1@1:w 0CO1@2:w 0CI2@2:w 0L1@2:w 0F2@2 0L2@2:w"
+
+
+def test_versions_are_waited_for_each_by_itself() -> None:
+    """Nothing moves for the version that an update makes, nor for what is there already, and a claim that is not the
+    last one ends at once. A batch later the numbers are others. The control: computations that touch nothing."""
+    times, users = lasting(F=1.0, B=1.0, U=1.0), frozenset("FBU")
+    machine = over(own, users=users)
+    found = when(simulate(written(1, r0=TWO), 3, times, nothing, machine), 0)
+    # 0 reads version 0 twice: as batch 0, and for its update.
+    assert (found["0B0@0"], found["0U0@1"]) == ((3, 4), (7, 8))
+    assert found["0L0@1:w"] == (8, 8)
+    assert found["0F1@1"] == (8, 9)
+    # The last claim waits until version 1 is at home.
+    assert found["0CI1@0:w"] == (11, 11)
+    assert (found["0B1@0"], found["0U1@2"]) == ((14, 15), (18, 19))
+    free = when(simulate(written(1, r0=TWO), 3, times, nothing, over(own, users=frozenset())), 0)
+    assert (free["0B0@0"], free["0U0@1"]) == ((0, 1), (1, 2))

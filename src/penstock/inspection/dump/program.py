@@ -40,7 +40,7 @@ _MOST_RANKS = 64
 # What items are, but for chunks.
 _MOVED = {
     STATE_ITEM: "the optimiser state",
-    WEIGHTS_ITEM: "the weights and their state",
+    WEIGHTS_ITEM: "the weights",
     GRADIENTS_ITEM: "gradients, which begin as zeros,",
 }
 
@@ -114,7 +114,8 @@ def _copies(module: Module, rank: int, action: Action) -> str:
     if is_made_later(action):
         return f"take memory for {what}, which the update of batch {action.mb} makes"
     ways = {COPY_IN: f"from {image.space} for", COPY_OUT: f"to {image.space} after"}
-    return f"begin to copy {what}, {ways[action.kind]} {_unit(action)}"
+    there = ", unless it is there" if action.kind == COPY_IN and action.version is not None else ""
+    return f"begin to copy {what}, {ways[action.kind]} {_unit(action)}{there}"
 
 
 def _lets_go(module: Module, rank: int, action: Action) -> str:
