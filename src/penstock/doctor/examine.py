@@ -175,7 +175,10 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         problems.append(
             f"other programs keep {load:.1f} of {cores} cores busy: times of several threads and of links are too long"
         )
-    devices = _measured_devices(planned, quota, say, problems)
+    rates = _measured_rates([device.threads for device in planned.devices], part, say, problems)
+    # Where nothing could be measured, devices stay as they were planned.
+    pairs = zip(planned.devices, rates, strict=True) if rates else ()
+    devices = [with_rates(within(quota, wanted, d), measured) for d, measured in pairs] or list(planned.devices)
     gpus, why = machine.gpus()
     if why and (gpus or any(Path("/dev").glob("nvidia[0-9]*")) or "not installed" not in why):
         problems.append(f"GPUs: {why}")
@@ -263,27 +266,19 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _measured_devices(planned: Cluster, quota: machine.CoreQuota | None, say: Say, problems: list[str]) -> list[Device]:
-    """Return the planned devices with rates measured, all at once, within the part of their time that a quota leaves.
-    Where that fails, they come as they are, with a problem."""
-    wanted = sum(device.threads for device in planned.devices)
+def _measured_rates(threads: Sequence[int], part: float, say: Say, problems: list[str]) -> list[Rates]:
+    """Return the rates of devices of so many threads, measured all at once, within the part of their time that a quota
+    leaves. Where that fails, there are none, and a problem."""
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as name:
         folder = Path(name)
         say("compiling kernels to measure with")
         try:
             compile_yardsticks(folder)
-            say(
-                f"measuring {len(planned.devices)} devices with "
-                f"{', '.join(str(d.threads) for d in planned.devices)} threads, all at once"
-            )
-            rates = _run_yardsticks(folder, [d.threads for d in planned.devices], granted(quota, wanted))
+            say(f"measuring {len(threads)} devices with {', '.join(map(str, threads))} threads, all at once")
+            return _run_yardsticks(folder, threads, part)
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
-            return list(planned.devices)
-    return [
-        with_rates(within(quota, wanted, device), measured)
-        for device, measured in zip(planned.devices, rates, strict=True)
-    ]
+            return []
 
 
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:
