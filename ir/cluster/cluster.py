@@ -10,243 +10,79 @@
     Path       what a transfer from one device to another goes through: rate, latency, and what it shares with other
                transfers
 
-Files are read and written by file.py, which says what they look like.
+Devices are those of device.py; links, hosts and paths those of links.py. This file has their names, too: it is where
+others import them from. Files are read and written by file.py, which says what they look like.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import NamedTuple
 
-from penstock.ir.attrs import Scalar
 from penstock.support.errors import UsageError
-from penstock.support.hardware import Gpu, gpus, usable_cores, usable_memory
+from penstock.support.hardware import gpus, usable_cores, usable_memory
 
-from .gpus import CONTEXT, LIBRARY_OVERHEAD, WORKSPACES, usual_settings
-from .quantities import MOST_THREADS, refuse_unknown
+from .device import (
+    COPY_BANDWIDTH,
+    EFFICIENCY_PREFIX,
+    KINDS,
+    MEASURED,
+    TAKEN,
+    THREAD_FLOPS,
+    Device,
+    cuda_device,
+    device_of_gpu,
+    is_architecture,
+)
+from .gpus import LIBRARY_OVERHEAD
+from .links import (
+    CLASSES,
+    GLOO,
+    HOST_TO_DEVICE,
+    IPC,
+    MEMORY,
+    NCCL,
+    OTHER_HOST,
+    PINNED,
+    SAME_HOST,
+    Host,
+    Link,
+    LinkClass,
+    Path,
+    class_between,
+)
 from .spaces import CARD, RAM, SPACE_KINDS, Space, SpaceWay
 
-KINDS = {"cpu": "ram", "cuda": "hbm"}
-_ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
-# Operations per second of one thread of a processor, and bytes per second of its memory, where the file has none.
-THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
-# What carries the messages of two devices. On one host: memory that ranks share, the same with copies by a GPU at one
-# end, and GPUs that write to each other's memory. Between hosts: NCCL for two GPUs, gloo for all others.
-MEMORY, PINNED, IPC, NCCL, GLOO = "memory", "pinned", "ipc", "nccl", "gloo"
-SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
-# Bytes per second and seconds of pairs of devices without a link or a class of links in the cluster: shared memory, a
-# fast network, PCIe.
-CLASSES = {SAME_HOST: (7e9, 2e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
-# Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
-KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
-# Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on
-# one host (benchmarks/truth.py --calibrate).
-MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
-# The same of messages through memory that both ranks share, whose bytes the sender copies (penstock doctor,
-# on the machine of docs/performance.md).
-SHARED_OVERHEAD, COPY_BANDWIDTH = 2e-5, 7e9
-# The source of rates that were measured on the device.
-MEASURED = "measured"
-EFFICIENCY_PREFIX = "efficiency."
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device of a cluster: its host, its memory and its rates. `spaces` are (name, bytes) pairs; the first one holds
-    tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device, all threads. What fits into
-    `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
-    work reach (passes/costs/prices.py), by name. `overhead` are seconds that a kernel takes beside its work,
-    `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`,
-    and on a CPU its bytes take processor time at `socket_bandwidth`. In memory of one host an end takes
-    `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`. `gpu` is the number or the UUID of a GPU on
-    its host; several devices may be one GPU. The `source` of rates is `measured` where `penstock doctor` or a plan
-    measured them. A `quota` may leave a part of the time of its threads: rates are those within it, and the device
-    takes no more of the cores of its host. It is granted anew after each `quota_period` (0: evenly), within which a
-    device may use what it left while it waited."""
-
-    name: str
-    kind: str = "cpu"
-    host: str = "localhost"
-    target: str = "native"
-    threads: int = 1
-    flops: float = THREAD_FLOPS
-    bandwidth: float = CPU_BANDWIDTH
-    spaces: tuple[tuple[str, int], ...] = ()
-    cache: int = 0
-    cache_bandwidth: float = 0.0
-    overhead: float = KERNEL_OVERHEAD
-    call_overhead: float = CALL_OVERHEAD
-    efficiency: tuple[tuple[str, float], ...] = ()
-    message_overhead: float = MESSAGE_OVERHEAD
-    socket_bandwidth: float = SOCKET_BANDWIDTH
-    shared_overhead: float = SHARED_OVERHEAD
-    copy_bandwidth: float = COPY_BANDWIDTH
-    gpu: str = ""
-    source: str = ""
-    quota: float = 1.0
-    quota_period: float = 0.0
-
-    def fields(self) -> dict[str, Scalar]:
-        """Return the fields of a device as its file and a module's text list them; rare fields only where they are not
-        the usual ones."""
-        always = ("kind", "host", "target", "threads", "flops", "bandwidth")
-        settings = {key: getattr(self, key) for key in always}
-        settings |= {key: getattr(self, key) for key in SELDOM if getattr(self, key) != _USUAL[key]}
-        return settings | {f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency}
-
-    @staticmethod
-    def from_fields(name: str, given: Mapping[str, Scalar], spaces: tuple[tuple[str, int], ...]) -> Device:
-        shares = tuple(
-            (k.removeprefix(EFFICIENCY_PREFIX), v) for k, v in given.items() if k.startswith(EFFICIENCY_PREFIX)
-        )
-        plain = {k: v for k, v in given.items() if not k.startswith(EFFICIENCY_PREFIX)}
-        refuse_unknown(plain, Device)
-        if (threads := plain.get("threads", 1)) not in range(1, MOST_THREADS + 1):
-            raise ValueError(f"threads must be 1 to {MOST_THREADS}, got {threads}")
-        if problem := quota_problem(plain.get("kind", "cpu"), plain.get("quota", 1.0), plain.get("quota_period", 0.0)):
-            raise ValueError(problem)
-        return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
-
-    @property
-    def gpu_on_host(self) -> str:
-        """The GPU of its host that a device is: what `gpu` says, else the number at the end of its name, else the
-        first."""
-        number = re.search(r"[0-9]+$", self.name)
-        return self.gpu or (str(int(number[0])) if number else "0")
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes of the space that holds tensors; None when unlimited."""
-        return self.spaces[0][1] if self.spaces else None
-
-    @property
-    def taken(self) -> int:
-        """Bytes that each process takes of a GPU for CUDA and its libraries, beside what a module holds."""
-        return CONTEXT + WORKSPACES if self.kind == "cuda" else 0
-
-    @property
-    def room(self) -> int | None:
-        """Bytes that are left for what a module holds; None when unlimited."""
-        return max(self.memory - self.taken, 1) if self.memory else self.memory
-
-
-def quota_problem(kind: object, quota: object, period: object) -> str:
-    """Say what is wrong with the quota of a device of a kind, and with its period; "" if nothing is."""
-    if not isinstance(quota, int | float) or not 0 < quota <= 1:
-        return f"a quota must be above 0 and at most 1, got {quota}"
-    if not isinstance(period, int | float) or not 0 <= period < math.inf:
-        return f"a quota_period is 0 seconds or more, got {period}"
-    if kind == "cuda" and (quota < 1 or period):
-        return "a quota is for cpu devices"
-    return "a quota_period without a quota says nothing" if period and quota == 1 else ""
-
-
-# The purpose of bytes that a GPU has `taken`, in lists of what a device holds.
-TAKEN = "CUDA and its libraries"
-# Settings that are written only where they differ from the default.
-SELDOM = (
-    "cache",
-    "cache_bandwidth",
-    "overhead",
-    "call_overhead",
-    "message_overhead",
-    "socket_bandwidth",
-    "shared_overhead",
-    "copy_bandwidth",
-    "gpu",
-    "source",
-    "quota",
-    "quota_period",
-)
-_USUAL = {f.name: f.default for f in fields(Device)}
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A two-way connection; links with the same `nic` share its bandwidth."""
-
-    a: str
-    b: str
-    bandwidth: float = CLASSES[SAME_HOST][0]
-    latency: float = CLASSES[SAME_HOST][1]
-    nic: str = ""
-
-    def fields(self) -> dict[str, Scalar]:
-        return {"bandwidth": self.bandwidth, "latency": self.latency} | ({"nic": self.nic} if self.nic else {})
-
-    @staticmethod
-    def from_fields(a: str, b: str, given: Mapping[str, Scalar]) -> Link:
-        refuse_unknown(given, Link)
-        return Link(a, b, **given)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A machine. `address` and `interface` say how other hosts reach it. Links to other hosts that no entry describes
-    go through its network card: `nic_bandwidth` (0: as fast as the links) is shared by all of them, in each direction;
-    `nic_latency` comes on top of that of the link."""
-
-    name: str
-    address: str = ""
-    interface: str = ""
-    nic_bandwidth: float = 0.0
-    nic_latency: float = 0.0
-
-    def fields(self) -> dict[str, Scalar]:
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(Host)
-            if f.name != "name" and getattr(self, f.name) != f.default
-        }
-
-    @staticmethod
-    def from_fields(name: str, given: Mapping[str, Scalar]) -> Host:
-        refuse_unknown(given, Host)
-        return Host(name, **given)  # type: ignore[arg-type]
-
-
-def class_between(a: Device, b: Device) -> str:
-    """Return the class of links that two devices without a link of their own belong to."""
-    if a.host != b.host:
-        return OTHER_HOST
-    return HOST_TO_DEVICE if "cuda" in (a.kind, b.kind) else SAME_HOST
-
-
-@dataclass(frozen=True, slots=True)
-class LinkClass:
-    """The rates of pairs of devices of one kind that have no link of their own: `same-host`, `other-host` or
-    `host-to-device`."""
-
-    kind: str
-    bandwidth: float
-    latency: float
-
-    def fields(self) -> dict[str, Scalar]:
-        return {"bandwidth": self.bandwidth, "latency": self.latency}
-
-    @staticmethod
-    def from_fields(kind: str, given: Mapping[str, Scalar]) -> LinkClass:
-        refuse_unknown(given, LinkClass)
-        if kind not in CLASSES:
-            raise ValueError(f"no class of links {kind!r}, expected one of {', '.join(CLASSES)}")
-        return LinkClass(kind, **given)  # type: ignore[arg-type]
-
-
-class Path(NamedTuple):
-    """The way of a transfer through links and cards. `shares` are (name, bytes per second) of what it has in common
-    with other transfers: network cards, those of hosts by direction, as they send and receive at once. Sums of
-    gradients go through sockets, also where messages go through memory: at `summing` bytes per second at most."""
-
-    bandwidth: float
-    latency: float
-    shares: tuple[tuple[str, float], ...] = ()
-    summing: float = math.inf
+__all__ = [
+    "CLASSES",
+    "COPY_BANDWIDTH",
+    "EFFICIENCY_PREFIX",
+    "GLOO",
+    "HOST_TO_DEVICE",
+    "IPC",
+    "KINDS",
+    "MEASURED",
+    "MEMORY",
+    "NCCL",
+    "OTHER_HOST",
+    "PINNED",
+    "SAME_HOST",
+    "TAKEN",
+    "THREAD_FLOPS",
+    "Cluster",
+    "Device",
+    "Host",
+    "Link",
+    "LinkClass",
+    "Path",
+    "class_between",
+    "device_of_gpu",
+    "is_architecture",
+]
 
 
 @dataclass(frozen=True)
@@ -458,7 +294,7 @@ class Cluster:
         devices: list[Device] = []
         for word in words:
             number = sum(d.kind == "cuda" for d in devices)
-            devices.append(next(cpus) if word == "cpu" else _cuda_device(f"cuda:{number}", word))
+            devices.append(next(cpus) if word == "cpu" else cuda_device(f"cuda:{number}", word))
         return Cluster(tuple(devices))
 
     @staticmethod
@@ -481,19 +317,3 @@ class Cluster:
 
 def _whole(number: object) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool)
-
-
-def is_architecture(name: str) -> bool:
-    """Return whether a name has the form of NVIDIA's architectures: sm_90, sm_90a, sm_120."""
-    return _ARCHITECTURE.fullmatch(name) is not None
-
-
-def _cuda_device(name: str, target: str) -> Device:
-    return Device(name, "cuda", target=target, **usual_settings(target))  # type: ignore[arg-type]
-
-
-def device_of_gpu(gpu: Gpu) -> Device:
-    """Return a device for a GPU of this machine, with the rates of its architecture and what its driver says."""
-    device = _cuda_device(f"cuda:{gpu.index}", gpu.arch)
-    spaces = (("hbm", gpu.memory),) if gpu.memory else ()
-    return replace(device, bandwidth=gpu.bandwidth or device.bandwidth, spaces=spaces, gpu=gpu.uuid)

@@ -48,7 +48,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -68,69 +68,12 @@ from .cluster import (
     Link,
     LinkClass,
     is_architecture,
-    quota_problem,
 )
+from .file_checks import name_problems, space_problems, way_problems
+from .file_values import CLASS, DEVICE, HOST, LINK, SPACE, WAY, ValueReader
 from .gpus import usual_settings
-from .quantities import check_range, parse_quantity
-from .spaces import FILE, SPACE_KINDS, SPACE_WAYS, Space, SpaceWay
+from .spaces import FILE, SPACE_WAYS, Space, SpaceWay
 from .tables import is_yaml, read_tables
-
-_NAME = re.compile(r"[\w./:\-]+")
-_PATH = re.compile(r"[\w./:\-+@=,~]*")
-# The type of each key: a word, a whole number, a share, or a quantity. Types that end in ? allow zero.
-# Numbers as CUDA counts the devices that a process sees, and UUIDs, which may be cut short.
-_GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[0-9a-zA-Z/-]+")
-_DEVICE = {
-    "name": "name",
-    "kind": "word",
-    "host": "name",
-    "target": "name",
-    "arch": "name",
-    "threads": "count",
-    "memory": "bytes",
-    "spaces": "table",
-    "flops": "operations per second",
-    "bandwidth": "bytes per second",
-    "cache": "bytes?",
-    "cache_bandwidth": "bytes per second?",
-    "overhead": "seconds?",
-    "call_overhead": "seconds?",
-    "message_overhead": "seconds?",
-    "socket_bandwidth": "bytes per second",
-    "shared_overhead": "seconds?",
-    "copy_bandwidth": "bytes per second",
-    "efficiency": "table",
-    "gpu": "gpu",
-    "source": "word",
-    "quota": "share",
-    "quota_period": "seconds?",
-}
-_LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
-_CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
-_SPACE = {
-    "name": "word",
-    "host": "name?",
-    "kind": "word",
-    "bytes": "bytes?",
-    "path": "path?",
-    "bandwidth": "bytes per second?",
-    "latency": "seconds?",
-}
-_WAY = {
-    "device": "name",
-    "space": "name",
-    "bandwidth": "bytes per second",
-    "latency": "seconds?",
-    "nic": "name?",
-}
-_HOST = {
-    "name": "name",
-    "address": "name?",
-    "interface": "name?",
-    "nic_bandwidth": "bytes per second?",
-    "nic_latency": "seconds?",
-    "device": "table",
-}
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
@@ -143,12 +86,12 @@ def cluster_text(cluster: Cluster, path: str | os.PathLike[str]) -> str:
     return cluster_yaml(cluster) if is_yaml(path) else cluster_toml(cluster)
 
 
-class _ClusterReader:
+class _ClusterReader(ValueReader):
     """A reader of a parsed cluster file, which collects every problem before it complains."""
 
     def __init__(self, path: str) -> None:
+        super().__init__()
         self.path = path
-        self.problems: list[str] = []
 
     def read(self, data: object) -> Cluster:
         if not isinstance(data, dict):
@@ -160,99 +103,22 @@ class _ClusterReader:
         known = ("device", "link", "host", "links", "space", "way")
         self.problems += [f"unknown table [{key}], expected {', '.join(known)}" for key in data if key not in known]
         hosts: dict[str, Mapping[str, object]] = {}
-        found_hosts = [self._host(i, table, hosts) for i, table in enumerate(self._tables(data, "host"))]
+        listed_hosts = [self._host(i, table, hosts) for i, table in enumerate(self._tables(data, "host"))]
         devices = [self._device(i, table, hosts) for i, table in enumerate(self._tables(data, "device"))]
         links = [self._link(i, table) for i, table in enumerate(self._tables(data, "link"))]
         classes = list(self._classes(data.get("links", {})))
         spaces = [self._space(i, table) for i, table in enumerate(self._tables(data, "space"))]
         ways = [self._way(i, table) for i, table in enumerate(self._tables(data, "way"))]
-        self._check_names(found_hosts, devices, links)
-        self._check_spaces(spaces, found_hosts)
-        self._check_ways(ways, devices, spaces)
+        self.problems += [
+            *name_problems(listed_hosts, devices, links),
+            *space_problems(spaces, listed_hosts),
+            *way_problems(ways, devices, spaces),
+        ]
         if self.problems:
             raise UsageError("the cluster has problems:" + itemised(self.problems), where=self.path)
         return Cluster(
-            tuple(devices), tuple(links), tuple(found_hosts), tuple(classes), spaces=tuple(spaces), ways=tuple(ways)
+            tuple(devices), tuple(links), tuple(listed_hosts), tuple(classes), spaces=tuple(spaces), ways=tuple(ways)
         )
-
-    def _check_names(self, hosts: list[Host], devices: list[Device], links: list[Link]) -> None:
-        names = {d.name for d in devices}
-        for what, listed in (("device", [d.name for d in devices]), ("host", [h.name for h in hosts])):
-            self.problems += [
-                f"{what} {n!r} is listed twice" for n in sorted({n for n in listed if n and listed.count(n) > 1})
-            ]
-        known = {h.name for h in hosts}
-        for device in devices:
-            if known and device.host not in known:
-                self.problems.append(
-                    f"device {device.name!r}: no host {device.host!r}, there are {', '.join(sorted(known))}"
-                )
-        self._check_gpus(devices)
-        pairs: set[frozenset[str]] = set()
-        for i, link in enumerate(links):
-            pair = frozenset((link.a, link.b))
-            missing = [end for end in (link.a, link.b) if end and end not in names]
-            self.problems += [f"link {i}: no device {end!r}" for end in dict.fromkeys(missing)]
-            if link.a and link.a == link.b:
-                self.problems.append(f"link {i}: {link.a!r} is linked to itself")
-            elif link.a and link.b and pair in pairs:
-                self.problems.append(f"link {i}: {link.a!r} and {link.b!r} are linked twice")
-            pairs.add(pair)
-        if not devices:
-            self.problems.append("there is no [[device]]")
-
-    def _check_spaces(self, spaces: list[Space], hosts: list[Host]) -> None:
-        """Report spaces of unknown kinds and hosts, and two of one name on a host."""
-        known, seen = {h.name for h in hosts}, set[tuple[str, str]]()
-        for space in spaces:
-            where = f"space {space.name!r}"
-            if space.kind not in SPACE_KINDS:
-                self.problems.append(f"{where}: kind must be one of {', '.join(SPACE_KINDS)}, got {space.kind!r}")
-            elif space.kind == FILE and not space.bandwidth:
-                self.problems.append(f"{where}: bandwidth must be positive")
-            elif space.kind != FILE and space.path:
-                self.problems.append(f"{where}: a path is for files, and this is memory of the host")
-            if known and space.host and space.host not in known:
-                self.problems.append(f"{where}: no host {space.host!r}, there are {', '.join(sorted(known))}")
-            if (space.name, space.host) in seen:
-                self.problems.append(f"{where} is listed twice")
-            seen.add((space.name, space.host))
-
-    def _check_ways(self, ways: Sequence[SpaceWay], devices: Sequence[Device], spaces: Sequence[Space]) -> None:
-        """Report ways between what is not there, or has no way."""
-        hosts, seen = {device.name: device for device in devices}, set[tuple[str, str]]()
-        for i, way in enumerate(ways):
-            where, device = f"way {i}", hosts.get(way.device)
-            reached = [s for s in spaces if s.name == way.space and device and s.host in ("", device.host)]
-            if device is None and way.device:
-                self.problems.append(f"{where}: no device {way.device!r}")
-            elif device is not None and way.space and not reached:
-                self.problems.append(f"{where}: no space {way.space!r} on the host of {way.device!r}")
-            elif (
-                device is not None
-                and reached
-                and all(SPACE_KINDS.get(s.kind, device.kind) != device.kind for s in reached)
-            ):
-                self.problems.append(f"{where}: {way.device!r} has no use for a space of kind {reached[0].kind!r}")
-            if way.device and way.space and (way.device, way.space) in seen:
-                self.problems.append(f"{where}: {way.device!r} and {way.space!r} have two ways")
-            seen.add((way.device, way.space))
-
-    def _check_gpus(self, devices: Sequence[Device]) -> None:
-        """Report devices that are one GPU without saying so, and processors that name one."""
-        for device in devices:
-            if device.kind == "cpu" and device.gpu:
-                self.problems.append(f"device {device.name!r}: gpu is for cuda devices")
-            if problem := quota_problem(device.kind, device.quota, device.quota_period):
-                self.problems.append(f"device {device.name!r}: {problem}")
-        homes: dict[tuple[str, str], list[Device]] = {}
-        for device in devices:
-            if device.kind == "cuda":
-                homes.setdefault((device.host, device.gpu_on_host), []).append(device)
-        for (host, gpu), together in homes.items():
-            if len(together) > 1 and not all(device.gpu for device in together):
-                names = ", ".join(device.name for device in together)
-                self.problems.append(f"{names} are all GPU {gpu} of {host} by their names: each needs gpu = ...")
 
     def _tables(self, data: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
         tables = data.get(key, [])
@@ -265,13 +131,13 @@ class _ClusterReader:
 
     def _host(self, index: int, table: Mapping[str, object], hosts: dict[str, Mapping[str, object]]) -> Host:
         where = f"host {table.get('name', index)!r}"
-        values = self._take(where, table, _HOST)
+        values = self.take(where, table, HOST)
         defaults = table.get("device", {})
-        self._need_name(where, values)
+        self.need_name(where, values)
         if isinstance(defaults, dict):
             hosts[str(values.get("name", ""))] = defaults
-            spec = {k: v for k, v in _DEVICE.items() if k not in ("name", "host")}
-            self._take(f"{where}, device", defaults, spec)
+            spec = {k: v for k, v in DEVICE.items() if k not in ("name", "host")}
+            self.take(f"{where}, device", defaults, spec)
         values.pop("device", None)
         return Host(**{"name": "", **values})
 
@@ -289,11 +155,11 @@ class _ClusterReader:
             if any(key in table for key in same):
                 defaults = {k: v for k, v in defaults.items() if k not in same}
         problems = len(self.problems)
-        values = self._take(where, settings, _DEVICE)
+        values = self.take(where, settings, DEVICE)
         inherited = {k: v for k, v in defaults.items() if k not in settings}
         quiet = _ClusterReader(self.path)  # errors in defaults were reported for the host
-        values |= quiet._take(where, inherited, {k: v for k, v in _DEVICE.items() if k not in ("name", "host")})
-        self._need_name(where, values)
+        values |= quiet.take(where, inherited, {k: v for k, v in DEVICE.items() if k not in ("name", "host")})
+        self.need_name(where, values)
         kind = str(values.setdefault("kind", "cpu"))
         kind = values["kind"] = "cuda" if kind == "gpu" else kind
         if kind not in KINDS:
@@ -337,7 +203,7 @@ class _ClusterReader:
         for name, size in spaces.items():
             if not re.fullmatch(r"\w+", str(name)):
                 self.problems.append(f"{where}: a memory space needs a name of letters, digits and _, got {name!r}")
-            number = self._value(f"{where}, spaces", str(name), size, "bytes")
+            number = self.value(f"{where}, spaces", str(name), size, "bytes")
             if number is not None:
                 named_spaces.append((str(name), int(number)))
         return tuple(named_spaces)
@@ -349,27 +215,27 @@ class _ClusterReader:
                     f"{where}, efficiency: {key!r} is no family of work, "
                     "such as products, products.bf16 or elements.bytes"
                 )
-            number = self._value(f"{where}, efficiency", str(key), share, "share")
+            number = self.value(f"{where}, efficiency", str(key), share, "share")
             if number is not None:
                 yield str(key), float(number)
 
     def _space(self, index: int, table: Mapping[str, object]) -> Space:
         where = f"space {table.get('name', index)!r}"
-        values = self._take(where, table, _SPACE)
-        self._need_name(where, values)
+        values = self.take(where, table, SPACE)
+        self.need_name(where, values)
         bandwidth, latency = SPACE_WAYS.get(values.get("kind", FILE), SPACE_WAYS[FILE])
         return Space(**{"name": "", "bandwidth": bandwidth, "latency": latency, **values})
 
     def _way(self, index: int, table: Mapping[str, object]) -> SpaceWay:
         where = f"way {index}"
-        values = self._take(where, table, _WAY)
+        values = self.take(where, table, WAY)
         missing = [key for key in ("device", "space", "bandwidth") if key not in table]
         self.problems += [f"{where}: {key} is missing" for key in missing]
         return SpaceWay(**{"device": "", "space": "", "bandwidth": 1.0, **values})
 
     def _link(self, index: int, table: Mapping[str, object]) -> Link:
         where = f"link {index}"
-        values = self._take(where, table, _LINK)
+        values = self.take(where, table, LINK)
         self.problems += [f"{where}: {end} is missing" for end in ("a", "b") if end not in table]
         return Link(**{"a": "", "b": "", **values})
 
@@ -386,60 +252,8 @@ class _ClusterReader:
                 bandwidth, latency = CLASSES[kind]
                 yield LinkClass(
                     kind,
-                    **{"bandwidth": bandwidth, "latency": latency, **self._take(f"[links] {kind}", settings, _CLASS)},
+                    **{"bandwidth": bandwidth, "latency": latency, **self.take(f"[links] {kind}", settings, CLASS)},
                 )
-
-    # ------------------------------------------------------------------------------ values
-
-    def _need_name(self, where: str, values: Mapping[str, Any]) -> None:
-        if "name" not in values:
-            self.problems.append(f"{where}: needs a name without blanks")
-
-    def _take(self, where: str, table: Mapping[str, object], spec: Mapping[str, str]) -> dict[str, Any]:
-        """Return the valid keys of a table as plain values, and report problems with the other keys."""
-        values: dict[str, Any] = {}
-        for key, value in table.items():
-            if key not in spec:
-                self.problems.append(f"{where}: unknown key {key!r}, expected one of {', '.join(spec)}")
-                continue
-            taken_value = self._value(where, key, value, spec[key])
-            if taken_value is not None:
-                values[key] = taken_value
-        return values
-
-    def _value(self, where: str, key: str, value: object, kind: str) -> Any:
-        """Return the value in the type that it must have. Report a problem and return None if it has another."""
-        plain = kind.rstrip("?")
-        if plain == "path":
-            if isinstance(value, str) and _PATH.fullmatch(value):
-                return value
-            self.problems.append(f"{where}: {key} must be the path of a folder without blanks, got {value!r}")
-        elif plain in ("name", "word"):
-            if isinstance(value, str) and (_NAME.fullmatch(value) or (value == "" and kind.endswith("?"))):
-                return value
-            self.problems.append(
-                f"{where}: {key} must be a name without blanks, of letters, digits and . / : - _, got {value!r}"
-            )
-        elif plain == "gpu":
-            if type(value) in (int, str) and _GPU.fullmatch(str(value)):
-                return str(value)
-            self.problems.append(f"{where}: gpu must be a number from 0 on or a UUID, GPU-..., got {value!r}")
-        elif plain == "table":
-            if isinstance(value, dict):
-                return value
-            self.problems.append(f"{where}: {key} must be a table, got {value!r}")
-        else:
-            try:
-                if plain != "count":
-                    return parse_quantity(value, kind)
-                if type(value) is not int or value <= 0:
-                    raise ValueError(f"must be positive, a whole number, got {value!r}")
-                check_range(value, value, plain)
-            except ValueError as error:
-                self.problems.append(f"{where}: {key} {error}")
-            else:
-                return value
-        return None
 
 
 # ------------------------------------------------------------------------------------------------ writing
