@@ -130,6 +130,16 @@ def build_packs(kind: str, packs: Sequence[tuple[int, ...]], microbatches: int, 
     return Schedule(kind, microbatches, dict(enumerate(programs)))
 
 
+def check_several(kind: str, each: int) -> None:
+    """Refuse a schedule of several stages on a rank where each rank has one."""
+    if kind in PACK_SCHEDULES and each < 2:
+        raise UsageError(
+            f"schedule {kind} runs several stages on each device, here each has one",
+            where="schedule",
+            hint=f"use {single_like(kind)}, or put several stages on each, such as --packs 2",
+        )
+
+
 def _with_numbers(program: Program, numbers: Sequence[int], microbatches: int) -> Program:
     """Return the program of a pipeline that runs some microbatches of a batch, written as if there were no others."""
 
@@ -225,6 +235,7 @@ def _of_teams(module: Module, options: ScheduleOptions) -> Schedule:
 
 def _of_packs(module: Module, options: ScheduleOptions) -> Schedule:
     """Return the schedule of ranks that may run several stages."""
+    check_several(options.kind, max(map(len, module.packs), default=1))
     updaters = {(stage,) for stage in updating_stages(module)}
     packs = [pack for pack in dict.fromkeys(module.rank_packs()) if pack not in updaters]
     teams = [module.mesh_of(stages[0]).teams() for stages in packs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from penstock.commands.parser import main
 from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
 from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED
 from penstock.models import write_mlp
 from penstock.planning import search as searching
 from penstock.planning.explain import argument
+from penstock.planning.plan_file import load_plan_file
+from penstock.support.errors import UsageError
 
 
 def cluster(bandwidth: float) -> Cluster:
@@ -71,3 +75,39 @@ def test_packs_that_were_simulated_too_fast_are_left(tmp_path: Path, monkeypatch
     (reason,) = (reason for kind, reason in plan.search.refused.items() if kind in PACKED)
     assert "one stage on each device" in reason
     assert any("it was refused: with all passes it takes" in line for line in argument(plan.search))
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_plan_of_a_schedule_of_packs_has_several_stages_on_a_device(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one on each there is no plan, whose file could not be read, but one error. The control: what it says to use
+    is a plan, and reading its file gives the same one."""
+    model, file = str(write_mlp(tmp_path / "model.onnx", [8] * 9, batch=4)), tmp_path / "plan.json"
+    words = ["plan", model, "--devices", "2", "--loss", "mse", "--microbatches", "4"]
+    for packs in ((), ("--packs", "1")):
+        assert main([*words, "--schedule", kind, *packs, "--json"]) == 2
+        said = capsys.readouterr()
+        single = "2bw" if kind == "interleaved-2bw" else "1f1b"
+        assert f"schedule {kind} runs several stages on each device, here each has one" in said.err
+        assert f"use {single}, or put several stages on each, such as --packs 2" in said.err
+        assert not said.out
+    for instead in (["--schedule", single], ["--schedule", kind, "--packs", "2"]):
+        assert main([*words, *instead, "--json"]) == 0
+        file.write_text(capsys.readouterr().out)
+        assert main(["plan", model, "--devices", "2", "--loss", "mse", "--plan", str(file), "--json"]) == 0
+        again, first = json.loads(capsys.readouterr().out), json.loads(file.read_text())
+        assert {key: again[key] for key in ("schedule", "stages")} == {
+            key: first[key] for key in ("schedule", "stages")
+        }
+
+
+def test_a_file_with_one_stage_on_a_device_names_another_schedule(tmp_path: Path) -> None:
+    stages = [{"devices": ["cpu:0"]}, {"devices": ["cpu:1"], "starts_at": "fc2"}]
+    file = tmp_path / "plan.json"
+    for kind, single in (("interleaved", "1f1b"), ("interleaved-2bw", "2bw")):
+        file.write_text(json.dumps({"schedule": kind, "microbatches": 4, "stages": stages}))
+        with pytest.raises(UsageError, match=f"schedule {kind} runs several stages .* use {single}"):
+            load_plan_file(file, ["cpu:0", "cpu:1"])
+        file.write_text(json.dumps({"schedule": single, "microbatches": 4, "stages": stages}))
+        assert load_plan_file(file, ["cpu:0", "cpu:1"])[0]["schedule"] == single

@@ -18,6 +18,7 @@ from penstock.passes.manager import Call, run_passes
 from penstock.passes.partition.modules import OPERATION
 from penstock.passes.pipelines import PASSES, PipelineOptions, inference_pipeline, training_pipeline
 from penstock.passes.schedules.dealing import fair_shares
+from penstock.passes.schedules.schedule import check_several
 from penstock.passes.sharding.given import parse_mesh, stage_meshes
 from penstock.passes.sharding.shard import ShardOptions
 from penstock.passes.sharding.written import AUTO, NONE, layouts_of
@@ -198,6 +199,8 @@ def _pipeline(
     module = model.module.but(cluster=_with_space(cluster, options))
     if training is None and options.packs > 1:
         raise UsageError("--packs puts several stages of a training on a device", hint="compile with --loss")
+    if training is not None:
+        check_several(options.schedule, options.packs)
     if training is None and options.offload != "none":
         raise UsageError("--offload moves what a training holds", hint="compile with --loss")
     if training is None:

@@ -21,7 +21,7 @@ from penstock.passes.communicate.wire import WIRES
 from penstock.passes.memory.recompute import MODES
 from penstock.passes.rewrite.precision import PRECISIONS
 from penstock.passes.schedules.dealing import equal_shares
-from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs
+from penstock.passes.schedules.schedule import PACK_SCHEDULES, SCHEDULES, build_packs, single_like
 from penstock.passes.sharding.given import parse_mesh
 from penstock.support.errors import UsageError
 from penstock.support.words import itemised
@@ -170,7 +170,8 @@ def _pack_problems(schedule: str, stages: list[dict[str, Any]], count: int) -> l
     if len(stages) % len(groups):
         return [f"{len(stages)} stages cannot be dealt out evenly to {len(groups)} devices"]
     if len(stages) == len(groups):
-        return [f"schedule {schedule} has several stages on a device, here each has one"]
+        instead = single_like(schedule)
+        return [f"schedule {schedule} runs several stages on each device, here each has one; use {instead}"]
     packs, share = kind.packs(len(groups), len(stages) // len(groups)), stages[0].get("shares", [count])
     try:
         if any(stage.get("shares", [count]) != list(equal_shares(len(share), count)) for stage in stages):

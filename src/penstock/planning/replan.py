@@ -233,7 +233,7 @@ def _changed(calls: Sequence[Call], placed: StageDevices, bundle: Bundle) -> lis
         "mesh": ";".join(",".join(f"{axis}={size}" for axis, size in axes) for axes in placed.unlike or [placed.axes]),
     }
     changes: dict[str, dict[str, Any]] = {"partition": partitioned, "schedule": {"shares": shares}}
-    if bundle.module.packs and not packed:
+    if bundle.module.schedule.name in PACK_SCHEDULES and not packed:
         single = single_like(next(call.options.kind for call in calls if call.name == "schedule"))
         partitioned |= {"packs": 1, "folded": False, "schedule": single}
         changes["schedule"]["kind"] = single
