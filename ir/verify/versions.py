@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import lcm
 from typing import NamedTuple
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, adder
@@ -202,13 +203,49 @@ def _live(schedule: Schedule, rank: int) -> str:
 
 
 def _legal(schedule: Schedule, other: str = "") -> str:
-    """Describe what would make the schedule legal: w forwards ahead are legal under delay n iff w <= n *
-    microbatches."""
-    leads = [_lead(schedule, rank) for rank in schedule.ranks]
-    most, delay = max(ahead for ahead, _ in leads), max(delay for _, delay in leads)
-    ways = [f"microbatches >= {-(-most // delay)}"] if delay and most > delay * schedule.microbatches else []
+    """Describe what would make the schedule legal: w forwards ahead are legal under delay n iff w <= n times the
+    microbatches of a batch that the rank runs."""
+    delay = max(_lead(schedule, rank)[1] for rank in schedule.ranks)
+    ways = _larger_batches(schedule, delay) if delay else []
     ways += [other] if other else []
-    packed = any(len({a.stage for a in program.batch}) > 1 for program in schedule.ranks.values())
-    drained = "schedule interleaved" if packed else "schedule 1f1b"
+    drained = "schedule interleaved" if _packs(schedule) else "schedule 1f1b"
     ways += [drained] if delay or any(program.start for program in schedule.ranks.values()) else []
     return " or ".join(ways)
+
+
+def _packs(schedule: Schedule) -> set[frozenset[int]]:
+    """Return the stages of ranks that run several."""
+    stages = {frozenset(a.stage for a in program.batch) for program in schedule.ranks.values()}
+    return {together for together in stages if len(together) > 1}
+
+
+def _larger_batches(schedule: Schedule, delay: int) -> list[str]:
+    """Say which batches have microbatches enough, where more of them help.
+
+    Ranks that share the microbatches of a stage run as far ahead as before where their parts of a batch stay the same.
+    Parts that differ by one become equal, and may then run ahead a little further. Packs deal their microbatches in
+    groups of as many as there are packs.
+    """
+    m, packs = schedule.microbatches, _packs(schedule)
+    shares: dict[int, list[int]] = {}
+    most, times = m, 1
+    for stage, teams in schedule.teams().items():
+        for team in teams:
+            count = len({a.mb for a in schedule.ranks[team[0]].batch if (a.kind, a.stage) == (FORWARD, stage)})
+            if not count:
+                continue  # ranks that update weights of others alone
+            shares.setdefault(stage, []).append(count)
+            ahead = max(_lead(schedule, rank)[0] for rank in team)
+            most, times = max(most, -(-ahead * m // (count * delay))), max(times, -(-ahead // (count * delay)))
+    if most == m:
+        return []
+    parts = list(shares.values())
+    shared = max(map(len, parts)) > 1
+    if not shared and not packs:
+        return [f"microbatches >= {most}"]
+    apart = max(max(of_stage) - min(of_stage) for of_stage in parts)
+    if apart > 1 and not packs:
+        return [f"{times * m} microbatches, {times} times as many for each rank"]
+    unit = lcm(*map(len, parts)) * max(1, len(packs))
+    size = -(-most // unit) * unit + (unit if apart else 0)
+    return [f"{size} microbatches" + (", as many for each rank of a stage" if shared else "")]

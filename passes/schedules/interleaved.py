@@ -13,24 +13,27 @@ from __future__ import annotations
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE
 from penstock.ir.schedule import Action, Program
-from penstock.support.errors import UsageError
 
 from .kind import PackKind, PackPlace
+
+
+def groups(ranks: int, m: int) -> int:
+    """Return into how many groups, of about as many as there are ranks, a pipeline deals its microbatches."""
+    return max(1, m // ranks)
+
+
+def unequal(ranks: int, m: int) -> str:
+    """Say why microbatches make no equal groups; "" where they do."""
+    count = groups(ranks, m)
+    return f"cannot deal {m} microbatches into {count} equal groups for {ranks} ranks" if m % count else ""
 
 
 class Turns:
     """The forwards and backwards of a rank, each numbered as turns: so many of its stages, one microbatch each. Turn 0
     is the first of batch 1, and later batches go on behind it."""
 
-    def __init__(self, place: PackPlace, m: int, name: str) -> None:
-        rounds = max(1, m // place.ranks)
-        if m % rounds:
-            raise UsageError(
-                f"schedule {name} cannot deal {m} microbatches into {rounds} equal groups for {place.ranks} ranks",
-                where="schedule",
-                hint=f"give a multiple of {place.ranks} microbatches, or fewer than {2 * place.ranks}",
-            )
-        self._stages, self._m, self._group = place.stages, m, m // rounds
+    def __init__(self, place: PackPlace, m: int) -> None:
+        self._stages, self._m, self._group = place.stages, m, m // groups(place.ranks, m)
         # Forwards in front of the first backward: so that no rank waits while the pipeline is full.
         self.ahead = (len(place.stages) - 1) * self._group + 2 * (place.ranks - 1 - place.rank)
 
@@ -47,7 +50,7 @@ class Turns:
 
 
 def order(place: PackPlace, m: int) -> Program:
-    turns, count = Turns(place, m, "interleaved"), len(place.stages) * m
+    turns, count = Turns(place, m), len(place.stages) * m
     ahead = min(turns.ahead, count)
     batch = [turns.forward(turn) for turn in range(ahead)]
     for turn in range(count):
@@ -60,4 +63,5 @@ KIND = PackKind(
     order,
     "several stages on a rank, in turn: the bubble of 1f1b divided by their number, more in flight",
     each=(2, 3, 4),
+    refused=unequal,
 )

@@ -15,21 +15,21 @@ from __future__ import annotations
 
 from penstock.ir.action_kinds import UPDATE
 from penstock.ir.schedule import Action, Program
-from penstock.support.errors import UsageError
 from penstock.support.words import counted
 
-from .interleaved import Turns
+from .interleaved import Turns, unequal
 from .kind import PackKind, PackPlace
 
 
+def refused(ranks: int, m: int) -> str:
+    """Say why there is no order of so many microbatches on so many ranks; "" where there is one."""
+    if m < ranks - 1:
+        return f"on {ranks} ranks would wait for ever with {counted(m, 'microbatch')}"
+    return unequal(ranks, m)
+
+
 def order(place: PackPlace, m: int) -> Program:
-    if m < place.ranks - 1:
-        raise UsageError(
-            f"schedule interleaved-2bw on {place.ranks} ranks would wait for ever with {counted(m, 'microbatch')}",
-            where="schedule",
-            hint=f"microbatches >= {2 * place.ranks - 2}, or schedule interleaved",
-        )
-    turns, count = Turns(place, m, "interleaved-2bw"), len(place.stages) * m
+    turns, count = Turns(place, m), len(place.stages) * m
     batch: list[Action] = []
     for turn in range(count):
         backward = turns.backward(turn)
@@ -44,4 +44,6 @@ KIND = PackKind(
     "interleaved, never drained: two weight versions, gradients one update late, as 2bw with several stages on a rank",
     each=(2, 3, 4),
     delay=1,
+    refused=refused,
+    least=lambda ranks: 2 * ranks - 2,
 )

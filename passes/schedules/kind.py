@@ -108,7 +108,8 @@ class PackKind:
     """A schedule of ranks that run several stages each. `order(place, microbatches)` gives the program of one rank.
     `each` are the numbers of stages on a rank that the planner tries. With `splits` weight gradients run apart, as W.
     `folded`: stages are dealt to the ranks down and up again (0 3 / 1 2), else round (0 2 / 1 3). `delay` as of a
-    schedule of one stage on a rank: with one it never drains."""
+    schedule of one stage on a rank: with one it never drains. `refused` says why there is no order of so many
+    microbatches on so many ranks, "" where there is one. `least` are the fewest that versions of weights allow."""
 
     order: Callable[[PackPlace, int], Program]
     doc: str
@@ -116,6 +117,12 @@ class PackKind:
     splits: bool = False
     folded: bool = False
     delay: int = 0
+    refused: Callable[[int, int], str] = lambda ranks, m: ""
+    least: Callable[[int], int] = lambda ranks: 1
+
+    def is_legal(self, ranks: int, m: int) -> bool:
+        """Return whether a pipeline of so many ranks can run so many microbatches of a batch."""
+        return m >= self.least(ranks) and not self.refused(ranks, m)
 
     def packs(self, ranks: int, each: int) -> tuple[tuple[int, ...], ...]:
         """Return the stages of every rank."""

@@ -38,7 +38,7 @@ from . import (
     zero_bubble,
     zero_bubble_v,
 )
-from .dealing import Shares, deal, forwards_ahead, shares_of, weights_behind
+from .dealing import Shares, deal, equal_shares, forwards_ahead, shares_of, weights_behind
 from .kind import PackKind, PackPlace, PipelinePlace, ScheduleKind
 from .late_updates import update_late
 
@@ -121,13 +121,41 @@ def build_packs(kind: str, packs: Sequence[tuple[int, ...]], microbatches: int, 
     if tuple(packs) != expected:
         listed = " / ".join(" ".join(map(str, stages)) for stages in expected)
         raise UsageError(f"schedule {kind} needs the stages {listed} on its ranks", where="schedule")
-    dealt = deal(share or (microbatches,))
+    share = share or (microbatches,)
+    _check_shares(kind, len(packs), share)
+    dealt = deal(share)
     programs = [
         _with_numbers(row.order(PackPlace(place, len(packs), stages), len(numbers)), numbers, microbatches)
         for place, stages in enumerate(packs)
         for numbers in dealt
     ]
     return Schedule(kind, microbatches, dict(enumerate(programs)))
+
+
+def _check_shares(kind: str, ranks: int, share: Sequence[int]) -> None:
+    """Refuse shares of pipelines that the schedule has no order for; the hint names what it has an order for."""
+    row = PACK_SCHEDULES[kind]
+    reason = next((reason for n in share if (reason := row.refused(ranks, n))), "")
+    if reason:
+        sizes = _legal_sizes(row, ranks, len(share), sum(share))
+        beside = f", shared out equally to {len(share)} pipelines" if len(share) > 1 else ""
+        ways = [f"give {' or '.join(map(str, sizes))} microbatches{beside}"] if sizes else []
+        if row.delay and all(interleaved.KIND.is_legal(ranks, n) for n in share):
+            ways.append("use schedule interleaved")
+        raise UsageError(f"schedule {kind} {reason}", where="schedule", hint=", or ".join(ways))
+
+
+def _legal_sizes(row: PackKind, ranks: int, pipelines: int, size: int) -> list[int]:
+    """Return the size of a batch, if it is legal in equal shares, else the nearest legal sizes below and above."""
+
+    def is_legal(size: int) -> bool:
+        return all(row.is_legal(ranks, n) for n in equal_shares(pipelines, size))
+
+    # A legal size is never further up than the fewest that each pipeline may have, and one group more of each.
+    most = min(MOST_MICROBATCHES, size + (row.least(ranks) + ranks) * pipelines)
+    below = next((n for n in range(size, pipelines - 1, -1) if is_legal(n)), None)
+    above = next((n for n in range(size, most + 1) if is_legal(n)), None)
+    return list(dict.fromkeys(n for n in (below, above) if n is not None))
 
 
 def check_several(kind: str, each: int) -> None:
