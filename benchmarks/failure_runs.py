@@ -26,7 +26,7 @@ from penstock.runtime.job.run import run_bundle
 
 RANKS = 4
 # The schedules of bundles with several stages on a rank.
-PACKED = ("interleaved", "zb-v")
+PACKED = ("interleaved", "zb-v", "interleaved-2bw")
 # Seconds after which a wait is given up and the processes are ended; and seconds for processes to end after a launcher
 # has.
 GIVE_UP, END_SECONDS = 120.0, 10.0
@@ -37,7 +37,9 @@ _TOKEN = "PENSTOCK_TRIAL"
 def make_bundle(folder: Path, ranks: int, schedule: str = "1f1b", packs: int = 1) -> str:
     """Compile a small training for so many ranks, each with so many stages."""
     model = ps.from_onnx(write_mlp(folder / "model.onnx", [16] * (ranks * packs + 1), batch=4))
-    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.05), microbatches=ranks)
+    # Packs that are never drained need more microbatches than there are ranks.
+    count = ranks if packs == 1 else 2 * ranks
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.05), microbatches=count)
     plan = ps.plan(model, ps.Cluster.local(ranks), training, schedule=schedule, packs=packs)
     return str(ps.compile(plan, folder / f"bundle-{schedule}", backend="numpy"))
 

@@ -5,7 +5,7 @@ GPT, or is refused.
 
 In: a cell. Out: its losses beside those of one device and of level 0, or the words that refuse it. Ranks are processes
 with the NumPy back end, which adds up in the order that the program says. One device trains with the same schedule, but
-for `interleaved`, whose losses are those of 1f1b. `docs/refresh.py` makes the table of matrix.json.
+for packs, whose losses are those of one stage on a device. `docs/refresh.py` makes the table of matrix.json.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ import numpy as np
 
 import penstock as ps
 from penstock.ir.graph import Module
+from penstock.ir.schedule_names import PACKED
 from penstock.models import write_gpt
+from penstock.passes.schedules.schedule import single_like
 
 FILE = Path(__file__).with_name("matrix.json")
 STEPS, MICROBATCHES, BATCH, POSITIONS, VOCABULARY = 20, 4, 2, 8, 24
-SCHEDULES, LEVELS, SPLITS, RECOMPUTED = ("1f1b", "2bw", "interleaved"), (0, 1, 2, 3), (1, 2), ("none", "all")
+SCHEDULES = ("1f1b", "2bw", "interleaved", "interleaved-2bw")
+LEVELS, SPLITS, RECOMPUTED = (0, 1, 2, 3), (1, 2), ("none", "all")
 TRAINING = ps.Training("cross_entropy", ps.AdamW(lr=1e-3), MICROBATCHES)
 
 
 class Cell(NamedTuple):
     """A way to train: two stages with so many replicas, each split over `tp` devices, of which stages may have unlike
-    numbers: "2;1". Under `interleaved` a device has two of four stages. `offload` is none or state."""
+    numbers: "2;1". Under a schedule of `PACKED` a device has two of four stages. `offload` is none or state."""
 
     schedule: str
     level: int
@@ -72,7 +75,7 @@ def planned(cell: Cell) -> ps.Plan:
     widths = [int(width) for width in str(cell.tp).split(";")]
     axes = [{"dp": cell.replicas, "tp": width} for width in widths]
     meshes = [",".join(f"{axis}={n}" for axis, n in of_stage.items() if n > 1 or len(widths) > 1) for of_stage in axes]
-    settings: dict[str, Any] = {"packs": 2} if cell.schedule == "interleaved" else {}
+    settings: dict[str, Any] = {"packs": 2} if cell.schedule in PACKED else {}
     if len(widths) > 1:
         ends = range(3) if settings else (1,)
         settings["split_at"] = tuple(f"h.{layer}.mlp.residual" for layer in ends)
@@ -110,8 +113,8 @@ def trained(plan: ps.Plan) -> list[float]:
 
 @cache
 def on_one_device(schedule: str) -> list[float]:
-    kind = "1f1b" if schedule == "interleaved" else schedule
-    return trained(ps.plan(model(), ps.Cluster.local(1), TRAINING, schedule=kind, stages=1))
+    plan = ps.plan(model(), ps.Cluster.local(1), TRAINING, schedule=single_like(schedule), stages=1)
+    return trained(plan)
 
 
 @cache

@@ -19,6 +19,7 @@ DRAWN = [
     Cell("interleaved", 1, 1, "none", offload="state"),
     Cell("interleaved", 0, 2, "all", replicas=1),
     Cell("interleaved", 3, UNLIKE, "none"),
+    Cell("interleaved-2bw", 1, 1, "none"),
 ]
 COMMITTED: dict[Cell, dict[str, Any]] = {Cell(*row["cell"]): row for row in json.loads(FILE.read_text("utf-8"))}
 
@@ -35,10 +36,12 @@ def test_a_cell_trains_as_one_device_or_is_refused(cell: Cell) -> None:
 
 
 def test_control_another_recurrence_is_seen() -> None:
-    """Losses of 2bw are not those of one device under 1f1b, and no step is like another."""
-    mine, other = at_level_zero("2bw", 1, 2), on_one_device("1f1b")
-    assert len(set(mine)) == STEPS
-    assert max(abs(a - b) / b for a, b in zip(mine, other, strict=True)) > 100 * TOLERANCE
+    """Losses of 2bw and of its packs are not those of one device under 1f1b, and no step is like another."""
+    other = on_one_device("1f1b")
+    for schedule in ("2bw", "interleaved-2bw"):
+        mine = at_level_zero(schedule, 1, 2)
+        assert len(set(mine)) == STEPS
+        assert max(abs(a - b) / b for a, b in zip(mine, other, strict=True)) > 100 * TOLERANCE
 
 
 def test_no_cell_is_refused() -> None:
