@@ -24,11 +24,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import models
+import model_specs
 import numpy as np
 import torch
 import torch.nn.functional as F
 from machine import write_json
+from model_contenders import torch_optimizer
+from torch_models import build
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, target_of
@@ -42,9 +44,9 @@ from penstock.runtime.state.tensors import allocate, fill
 
 _GPT = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257, "positions": 1024}
 SPECS = {
-    "gpt2-small": models.Spec("gpt", _GPT, 8, "tokens", 1024, models.ADAMW),
-    "bert-base": replace(models.SPECS["bert-base-train"], batch=64),
-    "resnet50": replace(models.SPECS["resnet50-train"], batch=64),
+    "gpt2-small": model_specs.Spec("gpt", _GPT, 8, "tokens", 1024, model_specs.ADAMW),
+    "bert-base": replace(model_specs.SPECS["bert-base-train"], batch=64),
+    "resnet50": replace(model_specs.SPECS["resnet50-train"], batch=64),
 }
 # Relative to the first loss. Both round to 8 bits, at other places.
 LOSS_TOLERANCE = 2e-2
@@ -62,20 +64,20 @@ class Contender:
     error: float = float("nan")
 
 
-def spec_of(name: str, tiny: bool) -> models.Spec:
-    return models.small(SPECS[name]) if tiny else SPECS[name]
+def spec_of(name: str, tiny: bool) -> model_specs.Spec:
+    return model_specs.small(SPECS[name]) if tiny else SPECS[name]
 
 
-def feeds_of(spec: models.Spec) -> dict[str, np.ndarray]:
+def feeds_of(spec: model_specs.Spec) -> dict[str, np.ndarray]:
     """Make one batch. A language model is trained on the next token of every position."""
     if spec.kind != "gpt":
-        return models.feeds_of(spec)
-    feeds = models.feeds_of(replace(spec, optimizer=None))
+        return model_specs.feeds_of(spec)
+    feeds = model_specs.feeds_of(replace(spec, optimizer=None))
     feeds["labels"] = np.random.default_rng(2).integers(0, spec.sizes["vocab"], feeds["tokens"].shape)
     return feeds
 
 
-def plan_of(spec: models.Spec, file: Path, cluster: Cluster, libraries: str) -> Any:
+def plan_of(spec: model_specs.Spec, file: Path, cluster: Cluster, libraries: str) -> Any:
     assert spec.optimizer is not None
     training = ps.Training(loss="cross_entropy", optimizer=spec.optimizer)
     return ps.plan(ps.from_onnx(file), cluster, training, precision="bf16", cuda_libraries=libraries)
@@ -84,7 +86,7 @@ def plan_of(spec: models.Spec, file: Path, cluster: Cluster, libraries: str) -> 
 # ------------------------------------------------------------------------------------------------ contenders
 
 
-def penstock_contender(spec: models.Spec, file: Path, folder: Path, cluster: Cluster, libraries: str) -> Contender:
+def penstock_contender(spec: model_specs.Spec, file: Path, folder: Path, cluster: Cluster, libraries: str) -> Contender:
     plan = plan_of(spec, file, cluster, libraries)
     module: Module = plan.module
     backend = backend_of("tvm")
@@ -112,10 +114,10 @@ def penstock_contender(spec: models.Spec, file: Path, folder: Path, cluster: Clu
     return Contender("penstock" if libraries == "torch" else "penstock, own kernels", step)
 
 
-def torch_contender(spec: models.Spec, file: Path, device: torch.device, compiled: bool) -> Contender:
-    model = models.build(spec.kind, spec.sizes, file).to(device)
+def torch_contender(spec: model_specs.Spec, file: Path, device: torch.device, compiled: bool) -> Contender:
+    model = build(spec.kind, spec.sizes, file).to(device)
     x, labels = (torch.from_numpy(array).to(device) for array in feeds_of(spec).values())
-    optimizer = models._torch_optimizer(spec, model)
+    optimizer = torch_optimizer(spec, model)
 
     def loss_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -154,10 +156,10 @@ def wrong_losses(contenders: Sequence[Contender]) -> list[str]:
 
 
 def measure(
-    name: str, spec: models.Spec, folder: Path, cluster: Cluster, arguments: argparse.Namespace
+    name: str, spec: model_specs.Spec, folder: Path, cluster: Cluster, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure one row: all contenders, checked and timed."""
-    file = models.write_model(spec, folder / f"{name}.onnx")
+    file = model_specs.write_model(spec, folder / f"{name}.onnx")
     device = torch.device("cuda", 0) if cluster.devices[0].kind == "cuda" else torch.device("cpu")
     contenders = [
         penstock_contender(spec, file, folder, cluster, arguments.libraries),
@@ -211,7 +213,7 @@ def compile_only(
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
             spec = spec_of(name, arguments.tiny)
-            file = models.write_model(spec, Path(scratch) / f"{name}.onnx")
+            file = model_specs.write_model(spec, Path(scratch) / f"{name}.onnx")
             for architecture in architectures:
                 cluster = Cluster.listed(architecture)
                 module = plan_of(spec, file, cluster, arguments.libraries).module

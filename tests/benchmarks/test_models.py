@@ -16,9 +16,10 @@ QUICK = ("--tiny", "--rounds", "2", "--compile-limit", "0")
 BROKEN = """
 import sys
 sys.path.insert(0, {folder!r})
+import model_contenders
 import models
 
-made, built = models._torch_optimizer, models.build
+made, built = model_contenders.torch_optimizer, model_contenders.build
 
 def other_rate(spec, model):
     optimizer = made(spec, model)
@@ -32,7 +33,7 @@ def other_weights(kind, sizes, file):
     return model
 
 spoilt = []
-models._torch_optimizer, models.build = other_rate, other_weights
+model_contenders.torch_optimizer, model_contenders.build = other_rate, other_weights
 sys.exit(models.main())
 """
 
