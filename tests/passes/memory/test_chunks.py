@@ -185,11 +185,12 @@ def forward_between(module: Module) -> Module:
 REFUSED = {
     "a CI left out": (of("CI", "c1", lambda a: ()), r"takes @.*, which is at home in disk \(no 0CI0:c1 before\)"),
     "a CO left out": (of("CO", "c1", lambda a: ()), r"only copy of @.*, which 0U0@1:c1 changed \(no 0CO0:c1 before\)"),
-    "L one action early": (lambda m: swapped(m, "CO:c1", "L:c0"), ""),
+    "L of another chunk one action earlier": (lambda m: swapped(m, "CO:c1", "L:c0"), ""),
     "a CO behind its L": (
         of("CO", "c1", lambda a: (a._replace(kind="L"), a)),
         r"lets go of the only copy of @.*, which 0U0@1:c1 changed",
     ),
+    "a chunk of another stage": (of("CI", "c1", lambda a: (a._replace(stage=1),)), r"no 0CI0:c1 before"),
     "another chunk": (of("CI", "c1", lambda a: (a._replace(item="c2"),)), "brings what is on the device since"),
     "no such chunk": (of("CI", "c1", lambda a: (a._replace(item="c99"),)), "stage 0 has no c99 with a home"),
     "a part left out": (of("U", "c1", lambda a: ()), r"ends the update before its part 0U0:c1"),

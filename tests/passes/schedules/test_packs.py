@@ -98,7 +98,18 @@ def test_sizes_that_a_schedule_has_no_order_for_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("d", "v", "m", "units"), [(2, 2, 4, 13.5), (2, 2, 8, 25.5), (4, 2, 8, 28.5), (4, 4, 8, 26.25), (4, 2, 16, 52.5)]
+    ("d", "v", "m", "units"),
+    [
+        (2, 2, 4, 13.5),
+        (2, 4, 4, 12.75),
+        (4, 2, 4, 16.5),
+        (4, 4, 4, 14.25),
+        (2, 2, 8, 25.5),
+        (2, 4, 8, 24.75),
+        (4, 2, 8, 28.5),
+        (4, 4, 8, 26.25),
+        (4, 2, 16, 52.5),
+    ],
 )
 def test_the_bubble_is_divided_by_the_stages_of_a_rank(d, v, m, units):
     built = build_packs("interleaved", packs_of("interleaved", d, v), m)
