@@ -190,7 +190,10 @@ REFUSED = {
         of("CO", "c1", lambda a: (a._replace(kind="L"), a)),
         r"lets go of the only copy of @.*, which 0U0@1:c1 changed",
     ),
-    "a chunk of another stage": (of("CI", "c1", lambda a: (a._replace(stage=1),)), r"no 0CI0:c1 before"),
+    "a chunk of another stage": (
+        of("CI", "c1", lambda a: (a._replace(stage=1),)),
+        "rank 0: runs stages 0, 1, expected one",
+    ),
     "another chunk": (of("CI", "c1", lambda a: (a._replace(item="c2"),)), "brings what is on the device since"),
     "no such chunk": (of("CI", "c1", lambda a: (a._replace(item="c99"),)), "stage 0 has no c99 with a home"),
     "a part left out": (of("U", "c1", lambda a: ()), r"ends the update before its part 0U0:c1"),
