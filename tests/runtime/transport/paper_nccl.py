@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.ir.types import TensorType
-from penstock.runtime.state import store as stores
+from penstock.runtime.state import tensors
 from penstock.runtime.transport import packing
 
 SEND, RECEIVE, SUM = 1, 2, 3
@@ -50,12 +50,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def allocate_on_paper() -> None:
     """Let memory that the transport takes on a GPU be of paper."""
-    original = stores.allocate
+    original = tensors.allocate
 
-    def allocate(type: TensorType, device: torch.device = stores.CPU) -> torch.Tensor:
+    def allocate(type: TensorType, device: torch.device = tensors.CPU) -> torch.Tensor:
         return on_gpu(original(type)) if device.type == "cuda" else original(type)
 
-    stores.allocate = packing.allocate = allocate
+    tensors.allocate = packing.allocate = allocate
 
 
 class PaperWork:
