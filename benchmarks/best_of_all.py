@@ -55,7 +55,7 @@ from truth_runs import batches, load, save
 import penstock as ps
 from penstock.doctor.examine import examine
 from penstock.ir.cluster.cluster import OTHER_HOST, Cluster, Device, Host, LinkClass
-from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED, WRAPPED
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.passes.planner.cost import judge as by_formulas
 from penstock.passes.planner.packed import judge_packs
@@ -158,7 +158,7 @@ def every_plan(search: Any) -> Iterator[PipelinePlan]:
 
 def _packed(search: Any, groups: Sequence[tuple[int, ...]], places: Sequence[int], last: int) -> Iterator[PipelinePlan]:
     """Yield the plans with two stages on each of these devices."""
-    for schedule in (kind for kind in PACKED if kind in ALL_SYNCHRONOUS):
+    for schedule in (kind for kind in PACKED if kind in ALL_SYNCHRONOUS and kind not in WRAPPED):
         packs = PACK_SCHEDULES[schedule].packs(len(groups), 2)
         at = {stage: group for group, stages in zip(groups, packs, strict=True) for stage in stages}
         for cuts in combinations(places, len(at) - 1):

@@ -55,7 +55,7 @@ from truth_runs import load, save
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED, WRAPPED
 from penstock.ir.text import print_schedule
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.support.errors import PenstockError
@@ -117,7 +117,7 @@ def rivals(model: ps.Model, rows: int, cluster: Cluster, chosen: ps.Plan) -> Ite
     taken = chosen.module.schedule
     assert taken is not None
     for schedule in ALL_SYNCHRONOUS:
-        if schedule not in (taken.name, "gpipe"):
+        if schedule not in (taken.name, "gpipe", *WRAPPED):
             yield f"best {schedule}", best(model, rows, cluster, (schedule,))
     ordered = sorted(cluster.devices, key=lambda device: -device.flops)
     if len(ordered) > 2:

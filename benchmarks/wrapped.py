@@ -71,6 +71,10 @@ ROWS = (
     Row(1, 4, 1, 0.06, "interleaved-2bw"),
     Row(2, 3, 2, 0.06, "interleaved-2bw"),
     Row(2, 4, 3, 0.06, "interleaved-2bw"),
+    # All microbatches on one stage before the next.
+    Row(2, 3, 8, 0.06, "wrap"),
+    Row(2, 3, 8, 0.06),
+    Row(2, 3, 8, 0.06, "wrap-2bw"),
     # The control.
     Row(1, 4, 1, 0.0001),
 )

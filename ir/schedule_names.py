@@ -9,10 +9,12 @@ from __future__ import annotations
 TRAINING = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 # Schedules whose updates are one batch late; the others compute what plain training does. The table is asserted to
 # agree.
-DELAYED = ("2bw", "eager-2bw", "interleaved-2bw")
+DELAYED = ("2bw", "eager-2bw", "interleaved-2bw", "wrap-2bw")
 INFERENCE = "forward"
 # Schedules of ranks that run several stages each.
-PACKED = ("interleaved", "zb-v", "interleaved-2bw")
+PACKED = ("interleaved", "zb-v", "interleaved-2bw", "wrap", "wrap-2bw")
+# Those that move weights the least, and are otherwise no faster than the same with more turns, and hold more.
+WRAPPED = ("wrap", "wrap-2bw")
 # Those that compute what plain training does, with one stage on a rank, and all of them.
 SYNCHRONOUS = tuple(name for name in TRAINING if name not in DELAYED)
 ALL_SYNCHRONOUS = tuple(name for name in (*TRAINING, *PACKED) if name not in DELAYED)

@@ -37,6 +37,8 @@ from .saved_elsewhere import with_saved_sets
 from .weights_elsewhere import movable_weights, with_weights
 
 STATE, ACTIVATIONS, BOTH, WEIGHTS, ALL = KINDS = ("state", "activations", "both", "weights", "all")
+# Those that move weights, and the fewest stages of a device that weights move on: it has those of two at once.
+MOVE_WEIGHTS, FEWEST_STAGES = (WEIGHTS, ALL), 3
 # The batches after which a rank has no more at home than before.
 _BATCHES = 3
 
@@ -109,7 +111,7 @@ def _without_variables(module: Module, options: OffloadOptions, *, ahead: bool) 
     result = module
     if options.what != ACTIVATIONS:
         result = _without_state(result, options.space, alone=options.what in (STATE, BOTH), ahead=ahead)
-    if options.what in (WEIGHTS, ALL):
+    if options.what in MOVE_WEIGHTS:
         result = _without_weights(result, options.space)
     return result
 
@@ -117,7 +119,7 @@ def _without_variables(module: Module, options: OffloadOptions, *, ahead: bool) 
 def _without_weights(module: Module, space: str) -> Module:
     """Return the module with weights and gradients of packs elsewhere while the rank computes other stages."""
     assert module.schedule is not None
-    packs = [pack for pack in module.rank_packs() if len(pack) > 2]
+    packs = [pack for pack in module.rank_packs() if len(pack) >= FEWEST_STAGES]
     homes = {s: _home(module, s, space) for pack in packs for s in pack if movable_weights(module, s)}
     if not homes:
         raise UsageError(

@@ -35,6 +35,8 @@ from .plan import Bytes, Judged, PipelinePlan, StagePlan
 from .planner import Planner
 from .refine import MOST_ACTIONS, MOST_CHANGED, MOST_SIMULATED, STARTS, SimulatedSteps, best_near
 
+# The most stages on a device that are tried.
+MOST_STAGES = max(each for kind in PACK_SCHEDULES.values() for each in kind.each)
 # The most ways to cut, for a size of microbatches and a number of stages, that are all tried.
 _MOST_PLANS = 400
 # Moves of cuts in a row that are no faster than one that is: so many are simulated more.
@@ -51,13 +53,14 @@ class Packed:
 
 
 def pack(
-    planner: Planner, cluster: Cluster, schedules: Sequence[str], orders: Sequence[tuple[int, ...]]
+    planner: Planner, cluster: Cluster, schedules: Sequence[str], orders: Sequence[tuple[int, ...]], fewest: int = 1
 ) -> dict[str, Packed]:
-    """Return the best plan of every schedule for packs that one of these orders of devices has a plan for."""
+    """Return the best plan of every schedule for packs that one of these orders of devices has a plan for, with the
+    `fewest` stages on a device or more."""
     best_of = {}
     for schedule in schedules:
         judge_of = SimulatedSteps(planner, cluster, judge_packs, patience=_PATIENCE)
-        shapes = [shape for order in orders for shape in _shapes(planner, schedule, order)]
+        shapes = [shape for order in orders for shape in _shapes(planner, schedule, order, fewest)]
         plans = [plan for shape in shapes if (plan := _start(planner, shape)) is not None]
         starts = judge_of.fastest(plans, STARTS)
         best = _best_near_each(starts, judge_of, MOST_SIMULATED * (2 if len(planner.fleet) <= MOST_CHANGED else 1))
@@ -100,13 +103,13 @@ class _Shape:
         return replace(self.plan, stages=tuple(stages))
 
 
-def _shapes(planner: Planner, schedule: str, order: Sequence[int]) -> Iterator[_Shape]:
+def _shapes(planner: Planner, schedule: str, order: Sequence[int], fewest: int) -> Iterator[_Shape]:
     """Yield plans without cuts on the devices in this order, for every size of microbatches and number of stages on a
-    device for which there are places to cut at."""
+    device for which there are places to cut at. A device has the `fewest` or more."""
     for b in planner.wanted.microbatch_sizes():
         count, table = planner.wanted.batch // b, planner.table(b)
         for each in PACK_SCHEDULES[schedule].each:
-            if count * len(order) * each > MOST_ACTIONS or len(order) < 2:
+            if each < fewest or count * len(order) * each > MOST_ACTIONS or len(order) < 2:
                 continue
             packs = PACK_SCHEDULES[schedule].packs(len(order), each)
             at = {stage: device for device, stages in zip(order, packs, strict=True) for stage in stages}

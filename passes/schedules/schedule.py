@@ -3,8 +3,8 @@ with a Schedule of F, B, W, U.
 
 A schedule is data. For every stage it has the list of computations run once at the start and the list run once per
 batch. Both are written as for batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). Each file
-beside this one has one schedule. There d is the number of stages, s the stage, and w = d-1-s. The times of a forward
-and a backward are tf and tb; tw is the part of W in tb, where it is apart.
+beside this one has one schedule; packs/ has those of several stages on a rank. There d is the number of stages, s the
+stage, and w = d-1-s. The times of a forward and a backward are tf and tb; tw is the part of W in tb, where it is apart.
 
 Backwards run in microbatch order in all schedules. So gradients are summed in the same order, and results can be
 compared bit by bit. A new schedule is one file, one row of SCHEDULES, and one name in ir/schedule_names.py. Whether
@@ -17,7 +17,7 @@ out what is not its own. All ranks of a team do the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
@@ -33,14 +33,12 @@ from . import (
     flush_1f1b,
     forward,
     gpipe,
-    interleaved,
-    interleaved_2bw,
     zero_bubble,
-    zero_bubble_v,
 )
 from .dealing import Shares, deal, equal_shares, forwards_ahead, shares_of, weights_behind
 from .kind import PackKind, PackPlace, PipelinePlace, ScheduleKind
 from .late_updates import update_late
+from .packs import interleaved, interleaved_2bw, wrap, wrap_2bw, zero_bubble_v
 
 SCHEDULES: dict[str, ScheduleKind] = {
     "1f1b": flush_1f1b.KIND,
@@ -54,6 +52,8 @@ PACK_SCHEDULES: dict[str, PackKind] = {
     "interleaved": interleaved.KIND,
     "zb-v": zero_bubble_v.KIND,
     "interleaved-2bw": interleaved_2bw.KIND,
+    "wrap": wrap.KIND,
+    "wrap-2bw": wrap_2bw.KIND,
 }
 assert tuple(PACK_SCHEDULES) == PACKED, (tuple(PACK_SCHEDULES), PACKED)
 assert tuple(SCHEDULES) == NAMES, (tuple(SCHEDULES), NAMES)
@@ -140,9 +140,15 @@ def _check_shares(kind: str, ranks: int, share: Sequence[int]) -> None:
         sizes = _legal_sizes(row, ranks, len(share), sum(share))
         beside = f", shared out equally to {len(share)} pipelines" if len(share) > 1 else ""
         ways = [f"give {' or '.join(map(str, sizes))} microbatches{beside}"] if sizes else []
-        if row.delay and all(interleaved.KIND.is_legal(ranks, n) for n in share):
-            ways.append("use schedule interleaved")
+        ways += [f"use schedule {name}" for name in _drained_orders(ranks, share)][:1]
         raise UsageError(f"schedule {kind} {reason}", where="schedule", hint=", or ".join(ways))
+
+
+def _drained_orders(ranks: int, share: Sequence[int]) -> Iterator[str]:
+    """Yield the schedules of stages dealt round that drain, and have an order of such shares."""
+    for name, row in PACK_SCHEDULES.items():
+        if not row.delay and not row.folded and all(row.is_legal(ranks, n) for n in share):
+            yield name
 
 
 def _legal_sizes(row: PackKind, ranks: int, pipelines: int, size: int) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 import penstock as ps
 from penstock.commands.parser import main
 from penstock.ir.cluster.cluster import Cluster, Device, LinkClass
-from penstock.ir.schedule_names import ALL_SYNCHRONOUS, PACKED
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, DELAYED, PACKED
 from penstock.models import write_mlp
 from penstock.planning import search as searching
 from penstock.planning.explain import argument
@@ -88,7 +88,7 @@ def test_a_plan_of_a_schedule_of_packs_has_several_stages_on_a_device(
     for packs in ((), ("--packs", "1")):
         assert main([*words, "--schedule", kind, *packs, "--json"]) == 2
         said = capsys.readouterr()
-        single = "2bw" if kind == "interleaved-2bw" else "1f1b"
+        single = "2bw" if kind in DELAYED else "1f1b"
         assert f"schedule {kind} runs several stages on each device, here each has one" in said.err
         assert f"use {single}, or put several stages on each, such as --packs 2" in said.err
         assert not said.out

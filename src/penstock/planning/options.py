@@ -40,8 +40,8 @@ class PlanOptions:
     stages: int = setting(0, "pipeline stages (default: as many as the devices make)", check=POSITIVE, shown="N")
     packs: int = setting(
         1,
-        "stages on each device, for --schedule interleaved, zb-v or interleaved-2bw: a smaller bubble, more in flight "
-        "(default: 1)",
+        f"stages on each device, for --schedule {', '.join(PACKED[:-1])} or {PACKED[-1]}: a smaller bubble, more in "
+        "flight (default: 1)",
         check=POSITIVE,
         shown="N",
         rare=True,

@@ -42,7 +42,7 @@ from penstock.support.words import flag_for, itemised
 
 from .choice import Search, first_reason
 from .model import Load, Model, ModelFile
-from .offloading.batches import fastest_of_memories
+from .offloading.batches import fastest_elsewhere, worth_trying
 from .offloading.choose import plan_within_memory
 from .options import AUTO, PlanOptions, SearchOptions
 from .pipeline import before_partition, check_updates_elsewhere, plan_model, updaters, with_devices
@@ -63,20 +63,15 @@ def search(
     check_updates_elsewhere(cluster, settings, trains=True)
     check_teams(options)
     models = _load_models(load, options)
+    options = replace(options, schedules=worth_trying(options))
     if options.offload == "none" and not options.update_on:
         single = _Searching(cluster, training, options, feedback, models)
         return fastest_of_teams(single, cluster, options, max(models), feedback)
-    moves = options.offload != "none"
 
-    def searched(scaled: Cluster) -> Plan:
-        plain = replace(options, offload="none", spill="", explained=options.explained and not moves)
-        return _Searching(scaled, training, plain, feedback, models).plan()
+    def searching(somewhere: Cluster, settings: SearchOptions, fewest: int) -> _Searching:
+        return _Searching(somewhere, training, settings, feedback, models, fewest=fewest)
 
-    def carried_out(outline: Search) -> Plan:
-        return _Searching(cluster, training, options, feedback, models).carried_out(outline.plan, outline.profile)
-
-    every = bool(options.update_on)
-    return fastest_of_memories(cluster, searched, carried_out, moves=moves, every=every, schedules=options.schedules)
+    return fastest_elsewhere(cluster, options, searching)
 
 
 def search_file(
@@ -134,7 +129,8 @@ WORTH = 0.02
 @dataclass
 class _Searching:
     """A search under way: the models by samples per microbatch, the plans that were tried, and the answers of the
-    passes: the plans that were `refused`. `teams` are those that tensors are split over."""
+    passes: the plans that were `refused`. `teams` are those that tensors are split over. Devices with several stages
+    have `fewest` of them or more."""
 
     cluster: Cluster
     training: Training
@@ -145,6 +141,7 @@ class _Searching:
     too_large: dict[Chosen, DoesNotFit] = field(default_factory=dict)
     tried: set[Chosen] = field(default_factory=set)
     teams: Teams | None = None
+    fewest: int = 1
     wholes: dict[tuple[str | None, int], Module] = field(default_factory=dict)
 
     def over(self, teams: Teams, trial: bool) -> _Searching:
@@ -269,7 +266,7 @@ class _Searching:
             longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
             orders += [longest[:count] for count in range(len(longest), 1, -1)]
         try:
-            return pack(result.planner, self._simulated, kinds, list(dict.fromkeys(orders)))
+            return pack(result.planner, self._simulated, kinds, list(dict.fromkeys(orders)), self.fewest)
         except KeyboardInterrupt:
             result.planner.stopped = True
             self.feedback.say(_INTERRUPTED)

@@ -2,7 +2,7 @@
 
 Four models: layers with clipping, a decoder of ONNX, a decoder of torch with dropout and a tied embedding, and a
 network with running statistics. Under zb-v both readers of the tied embedding are on one device. The oracle has four
-devices, and knows no packs: it trains by 1f1b, for interleaved-2bw by 2bw. Ranks are worker processes, with compiled
+devices, and knows no packs: it trains by 1f1b, for those that never drain by 2bw. Ranks are worker processes, with compiled
 code or with the NumPy back end. Kernels of a backward whose weight gradients are apart may round otherwise, so compiled
 code under zb-v is held to zb-1f1b.
 """
@@ -146,6 +146,7 @@ def exchanged(module: Module) -> bool:
 def test_packs_train_as_devices_of_one_stage_do(name: str, backend: str, tmp_path: Path) -> None:
     runs = Runs(name, backend, tmp_path)
     alike = {"interleaved": "1f1b", "zb-v": "zb-1f1b" if backend == "tvm" else "1f1b", "interleaved-2bw": "2bw"}
+    alike |= {"wrap": "1f1b", "wrap-2bw": "2bw"}
     for schedule, of_single_stages in alike.items():
         whole = runs.compiled(of_single_stages, 1)
         packed = runs.compiled(schedule, 2)

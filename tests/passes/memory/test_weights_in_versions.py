@@ -34,19 +34,16 @@ CASES = {
     "clipped, one visit": (3, 3, {"guard": {"clip": 0.5}}),
     "made again": (2, 4, {"recompute": "all"}),
     "all of it": (2, 4, {"offload": "all"}),
+    "wrapped": (2, 4, {"schedule": "wrap-2bw"}),
+    "wrapped, clipped": (2, 4, {"schedule": "wrap-2bw", "guard": {"clip": 0.5}}),
 }
 
 
 @cache
 def planned(case: str, offload: str = "weights", memory: int = 0) -> Module:
     devices, packs, settings = CASES[case]
-    return two_versions(
-        devices,
-        packs,
-        M,
-        memory,
-        **{"offload": offload, **settings, **({"offload": offload} if offload == "none" else {})},
-    )
+    kind = {"offload": offload, **settings, **({"offload": offload} if offload == "none" else {})}
+    return two_versions(devices, packs, M, memory, **kind)
 
 
 def two_versions(devices: int, packs: int, m: int, memory: int = 0, **settings: object) -> Module:
@@ -54,10 +51,9 @@ def two_versions(devices: int, packs: int, m: int, memory: int = 0, **settings: 
     if memory:
         cluster = replace(cluster, devices=tuple(replace(d, spaces=(("ram", memory),)) for d in cluster.devices))
     options = PipelineOptions(
-        schedule="interleaved-2bw",
         microbatches=m,
         packs=packs,
-        **{"recompute": "none", "offload": "weights", **settings},
+        **{"schedule": "interleaved-2bw", "recompute": "none", "offload": "weights", **settings},
     )
     stages = devices * packs
     widths = WIDTHS if 8 % stages == 0 else [4, *[6] * (2 * stages - 1), 4]
@@ -145,15 +141,20 @@ def test_fewer_are_on_the_device_than_there_are() -> None:
 
 
 def test_a_batch_moves_weights_four_times_at_most_where_a_stage_runs_all_microbatches_at_once() -> None:
-    """In for F, for B and for U, out after U. What is still there is not copied."""
-    for devices, packs, m in ((2, 6, 2), (2, 4, 3), (1, 8, 1), (3, 4, 4)):
-        module = two_versions(devices, packs, m)
+    """In for F, for B and for U, out after U. What is still there is not copied. Under wrap-2bw that is so for any number
+    of microbatches. The control: in groups of them more is copied."""
+    cases = [("interleaved-2bw", *shape) for shape in ((2, 6, 2), (2, 4, 3), (1, 8, 1), (3, 4, 4))]
+    cases += [("wrap-2bw", *shape) for shape in ((2, 6, 2), (2, 4, 8), (1, 8, 5), (3, 4, 13))]
+    for kind, devices, packs, m in cases:
+        module = two_versions(devices, packs, m, schedule=kind)
         for rank, pack in enumerate(module.rank_packs()):
             images = [stage_images(module, s) for s in pack]
             w, o = (sum(i[item].nbytes for i in images) for item in ("w", "o"))
             copied = copied_bytes(module, rank)
             assert copied["CO"] == w + o
             assert 2 * w < copied["CI"] - o <= 3 * w
+    grouped = two_versions(2, 4, 8)
+    assert copied_bytes(grouped, 0)["CI"] > 2 * copied_bytes(two_versions(2, 4, 8, schedule="wrap-2bw"), 0)["CI"]
 
 
 # ------------------------------------------------------------------------------------------------ refused programs

@@ -74,7 +74,7 @@ def test_control_the_largest_share_of_a_rank_is_not_enough() -> None:
 PIPELINES = [(d, p, m) for d in range(1, 7) for p in (1, 2, 3) for m in range(p, 30)]
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "interleaved-2bw"])
+@pytest.mark.parametrize("kind", ["interleaved", "interleaved-2bw", "wrap-2bw"])
 def test_batches_of_packs_that_are_advised_are_legal(kind: str) -> None:
     """Of every number of ranks, of pipelines side by side, and of microbatches."""
     packs, tried = PACK_SCHEDULES[kind].packs, 0
@@ -86,8 +86,9 @@ def test_batches_of_packs_that_are_advised_are_legal(kind: str) -> None:
         assert sizes
         for size in sizes:
             assert is_legal(build_packs(kind, packs(d, 2), size, equal_shares(pipelines, size))), (d, pipelines, m)
-        if "use schedule interleaved" in hint:
-            build_packs("interleaved", packs(d, 2), m, equal_shares(pipelines, m))
+        other = re.search(r"use schedule (\S+)$", hint)
+        assert other is not None
+        build_packs(other[1], packs(d, 2), m, equal_shares(pipelines, m))
         tried += 1
     assert tried > 50
 
@@ -118,7 +119,9 @@ def is_legal(schedule: Schedule) -> bool:
 
 
 def test_equal_shares_are_advised_where_only_unequal_ones_are_illegal() -> None:
-    assert hint_of("interleaved", 4, (9, 7)) == "give 16 microbatches, shared out equally to 2 pipelines"
+    assert hint_of("interleaved", 4, (9, 7)) == (
+        "give 16 microbatches, shared out equally to 2 pipelines, or use schedule wrap"
+    )
     build_packs("interleaved", PACK_SCHEDULES["interleaved"].packs(4, 2), 16, (8, 8))
     # The control: a multiple of four is legal for one pipeline, and may be illegal for two that share it.
     build_packs("interleaved", PACK_SCHEDULES["interleaved"].packs(4, 2), 28)

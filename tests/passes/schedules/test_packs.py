@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,8 +25,8 @@ from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.passes.schedules.dealing import deal
-from penstock.passes.schedules.interleaved import Turns
 from penstock.passes.schedules.kind import PackPlace
+from penstock.passes.schedules.packs.interleaved import Turns
 from penstock.passes.schedules.schedule import PACK_SCHEDULES, build_packs
 from penstock.passes.simulator.wiring import wire_chain
 from penstock.support.errors import ParseError, UsageError, VerifyError
@@ -44,7 +45,7 @@ def orders(kind: str, d: int, v: int, m: int) -> list[list[tuple[str, int, int]]
 
 
 def orders_of_torch(kind: str, d: int, v: int, m: int) -> list[list[tuple[str, int, int]]]:
-    rounds = max(1, m // d)
+    rounds = 1 if kind == "wrap" else max(1, m // d)
     made = SimpleNamespace(
         pp_group_size=d,
         num_stages=d * v,
@@ -53,7 +54,7 @@ def orders_of_torch(kind: str, d: int, v: int, m: int) -> list[list[tuple[str, i
         number_of_rounds=rounds,
         microbatches_per_round=m // rounds,
     )
-    cls = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleZBVZeroBubble
+    cls = ScheduleZBVZeroBubble if kind == "zb-v" else ScheduleInterleaved1F1B
     listed = [cls._calculate_single_rank_operations(made, rank) for rank in range(d)]  # type: ignore[arg-type]
     return [
         [(LETTERS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in actions if a is not None]
@@ -63,7 +64,8 @@ def orders_of_torch(kind: str, d: int, v: int, m: int) -> list[list[tuple[str, i
 
 DRAINED = [kind for kind, row in PACK_SCHEDULES.items() if not row.delay]
 SIZES = [(kind, d, v, m) for kind in DRAINED for d in range(1, 7) for v in range(1, 5) for m in range(1, 13)]
-LEGAL = [(kind, d, v, m) for kind, d, v, m in SIZES if (v == 2 if kind == "zb-v" else m % max(1, m // d) == 0)]
+FITS = {"interleaved": lambda d, v, m: m % max(1, m // d) == 0, "zb-v": lambda d, v, m: v == 2}
+LEGAL = [(kind, d, v, m) for kind, d, v, m in SIZES if kind not in FITS or FITS[kind](d, v, m)]
 
 
 def test_every_rank_has_the_order_of_torch_and_no_rank_waits_for_ever():
@@ -111,11 +113,24 @@ def test_sizes_that_a_schedule_has_no_order_for_are_refused():
         (4, 2, 16, 52.5),
     ],
 )
-def test_the_bubble_is_divided_by_the_stages_of_a_rank(d, v, m, units):
-    built = build_packs("interleaved", packs_of("interleaved", d, v), m)
+@pytest.mark.parametrize("kind", ["interleaved", "wrap"])
+def test_the_bubble_is_divided_by_the_stages_of_a_rank(kind, d, v, m, units):
+    built = build_packs(kind, packs_of(kind, d, v), m)
     assert simulate(built, 1, 1 / v, 2 / v).finish == units == m * 3 + (d - 1) * 3 / v
+    group = m if kind == "wrap" else m // max(1, m // d)
     # With fewer microbatches than two groups the ends of the batch are all there is of it.
-    assert most_in_flight(built.expand(0, 1)) == min(v * m, (v - 1) * (m // max(1, m // d)) + 2 * (d - 1) + 1)
+    assert most_in_flight(built.expand(0, 1)) == min(v * m, (v - 1) * group + 2 * (d - 1) + 1)
+
+
+@pytest.mark.parametrize(("kind", "several"), [("wrap", False), ("wrap-2bw", False), ("interleaved", True)])
+def test_a_stage_runs_all_microbatches_before_the_next_one(kind, several):
+    """Forwards and backwards of each rank, by themselves. The control has groups of them."""
+    for d, v, m in ((1, 3, 4), (2, 3, 4), (3, 4, 9)):
+        for program in build_packs(kind, packs_of(kind, d, v), m).ranks.values():
+            for letter in "FB":
+                listed = [a.stage for a in (*program.start, *program.batch) if a.kind == letter]
+                turns = sum(one != other for one, other in pairwise(listed))
+                assert turns >= v * m // d - 1 if several else turns < 2 * v, (d, v, m)
 
 
 def test_what_interleaving_holds_at_four_ranks_of_two_stages():
@@ -140,16 +155,17 @@ def test_the_picture_names_stages_where_ranks_have_several():
 # ------------------------------------------------------------------------------------------------ never drained
 
 
+@pytest.mark.parametrize(("kind", "like"), [("interleaved-2bw", "interleaved"), ("wrap-2bw", "wrap")])
 @pytest.mark.parametrize("d", range(1, 7))
 @pytest.mark.parametrize("v", range(1, 5))
-def test_a_schedule_that_never_drains_has_no_bubble(d, v):
-    """Each further batch takes m(tf+tb) of all stages of a rank. It is that of interleaved, but for the ends of
+def test_a_schedule_that_never_drains_has_no_bubble(kind, like, d, v):
+    """Each further batch takes m(tf+tb) of all stages of a rank. It is that of the one that drains, but for the ends of
     batches: as many forwards at the start, and the same backwards."""
     for m in range(max(1, 2 * d - 2), 19):
-        if m % max(1, m // d):
+        if not PACK_SCHEDULES[kind].is_legal(d, m):
             continue
-        packs = packs_of("interleaved-2bw", d, v)
-        built, drained = build_packs("interleaved-2bw", packs, m), build_packs("interleaved", packs, m)
+        packs = packs_of(kind, d, v)
+        built, drained = build_packs(kind, packs, m), build_packs(like, packs, m)
         seconds = [simulate(built, batches, 1 / v, 2 / v).finish for batches in (4, 7)]
         assert seconds[1] - seconds[0] == pytest.approx(3 * 3 * m)
         for rank, program in built.ranks.items():
@@ -164,12 +180,13 @@ def test_a_schedule_that_never_drains_has_no_bubble(d, v):
 def test_so_few_microbatches_would_wait_for_ever(d, m):
     """One more runs. The control: the order that is refused, by its turns, does wait."""
     packs = packs_of("interleaved-2bw", d, 2)
-    with pytest.raises(UsageError, match="would wait for ever"):
-        build_packs("interleaved-2bw", packs, m)
-    simulate(build_packs("interleaved-2bw", packs, m + 1), 3)
+    for kind in ("interleaved-2bw", "wrap-2bw"):
+        with pytest.raises(UsageError, match="would wait for ever"):
+            build_packs(kind, packs, m)
+        simulate(build_packs(kind, packs, m + 1), 3)
     programs = {}
     for rank, stages in enumerate(packs):
-        turns = Turns(PackPlace(rank, d, stages), m)
+        turns = Turns(PackPlace(rank, d, stages), m, m)
         pairs = [(turns.forward(turns.ahead + turn), turns.backward(turn)) for turn in range(2 * m)]
         start = tuple(turns.forward(turn) for turn in range(turns.ahead))
         programs[rank] = Program(start, tuple(action for pair in pairs for action in pair))
@@ -185,18 +202,19 @@ def test_updates_come_one_after_the_other():
     assert any(entry[0] == "F" for entry in listed[listed.index(("U", 2)) :])
 
 
+@pytest.mark.parametrize("kind", ["interleaved-2bw", "wrap-2bw"])
 @pytest.mark.parametrize(("d", "v"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 2)])
-def test_two_versions_take_as_many_microbatches_as_forwards_run_ahead(d, v):
+def test_two_versions_take_as_many_microbatches_as_forwards_run_ahead(d, v, kind):
     """Legal iff m >= 2d-2, as the checker of versions finds it, which knows nothing of schedules."""
     module = chain_model([4] * (d * v + 1), [], False).but(cluster=Cluster.local(d))
     stages = tuple(f"layer{i}" for i in range(1, d * v))
 
     def with_microbatches(m):
-        options = PipelineOptions(schedule="interleaved-2bw", microbatches=m, packs=v, recompute="none")
+        options = PipelineOptions(schedule=kind, microbatches=m, packs=v, recompute="none")
         return training_pipeline({"kind": "sgd", "lr": 0.1}, {"split_at": stages}, options)
 
     for m in range(1, 2 * d + 2):
-        if m % max(1, m // d):
+        if m >= d - 1 and PACK_SCHEDULES[kind].refused(d, m):
             continue
         calls = with_microbatches(m)
         if m >= 2 * d - 2:

@@ -13,6 +13,7 @@ from penstock.ir.memory.predict import measure_memory
 from penstock.models import write_mlp
 from penstock.passes.planner.plan import PipelinePlan
 from penstock.passes.planner.profile import Profile
+from penstock.planning import search
 from penstock.planning.explain import argument
 from penstock.planning.offloading import batches
 from penstock.planning.options import SearchOptions
@@ -141,3 +142,40 @@ def test_plans_that_moves_do_not_make_fit_are_named_with_the_reason(
     assert [(kind, "spaces are full" in reason) for kind, reason in plan.search.refused.items()] == [(fastest, True)]
     # The control: nothing was refused where that schedule was taken.
     assert not first.search.refused
+
+
+def test_where_weights_move_devices_have_three_stages_or_more(tmp_path, monkeypatch) -> None:
+    """Of schedules of packs alone, with those that move weights the least among them. The control: where they stay,
+    these are not looked at."""
+    looked_at = list[tuple[str, ...]]()
+    usual = search.pack
+
+    def told(planner, cluster, kinds, orders, fewest):
+        looked_at.append((*kinds, str(fewest)))
+        return usual(planner, cluster, kinds, orders, fewest)
+
+    monkeypatch.setattr(search, "pack", told)
+    deep = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [512] * 13, batch=16))
+    local = Cluster.local(2, threads=(1, 1))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3))
+
+    def planned(mib: int, **settings: object) -> Plan:
+        devices = tuple(replace(device, spaces=(("ram", mib * MIB),)) for device in local.devices)
+        cluster = replace(local, devices=devices, spaces=(Space("disk"),))
+        return ps.plan_best(lambda size: deep, cluster, training, batch=16 * 8, explained=False, **settings)
+
+    with pytest.raises(DoesNotFit):
+        planned(18)
+    assert looked_at == []
+    plan = planned(18, offload="weights")
+    assert {*looked_at} == {("interleaved", "zb-v", "wrap", "3")}
+    assert plan.module.schedule.name == "wrap"
+    assert [len(stages) for stages in plan.module.rank_packs()] == [3, 3]
+    assert max(row.peak for row in measure_memory(plan.module).values()) <= 18 * MIB
+    assert any(action.item == "w" for action in plan.module.schedule.actions())
+    # With less memory there are more stages on each.
+    plan = planned(14, offload="weights")
+    assert [len(stages) for stages in plan.module.rank_packs()] == [4, 4]
+    assert max(row.peak for row in measure_memory(plan.module).values()) <= 14 * MIB
+    planned(64)
+    assert looked_at[-1] == ("interleaved", "zb-v", "1")

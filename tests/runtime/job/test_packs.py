@@ -50,7 +50,8 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "single"), [("interleaved", "1f1b"), ("zb-v", "1f1b"), ("interleaved-2bw", "2bw")]
+    ("schedule", "single"),
+    [("interleaved", "1f1b"), ("zb-v", "1f1b"), ("interleaved-2bw", "2bw"), ("wrap", "1f1b"), ("wrap-2bw", "2bw")],
 )
 def test_packs_train_as_a_device_per_stage_does(mlp, tmp_path, schedule, single):
     whole = trained(compiled(mlp, tmp_path / "whole", single, 4))

@@ -13,10 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
+from typing import Protocol
 
 from penstock.ir.cluster.cluster import Cluster
-from penstock.ir.schedule_names import PACKED, TRAINING
+from penstock.ir.schedule_names import PACKED, TRAINING, WRAPPED
+from penstock.passes.memory.offload import FEWEST_STAGES, MOVE_WEIGHTS
+from penstock.passes.planner.packed import MOST_STAGES
+from penstock.passes.planner.plan import PipelinePlan
+from penstock.passes.planner.profile import Profile
 from penstock.planning.choice import Search
+from penstock.planning.options import SearchOptions
 from penstock.planning.plan import Plan
 from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 
@@ -37,6 +43,58 @@ def with_memory(cluster: Cluster, part: float) -> Cluster:
         for d in cluster.devices
     ]
     return replace(cluster, devices=tuple(devices))
+
+
+class Searching(Protocol):
+    """A search for plans, by what it finds and what the passes make of that."""
+
+    def plan(self) -> Plan: ...
+
+    def carried_out(self, plan: PipelinePlan, profile: Profile) -> Plan: ...
+
+
+def worth_trying(options: SearchOptions) -> Sequence[str]:
+    """Return the schedules of those asked for that may be the fastest. Weights move where a device has several stages;
+    where they stay, the schedules that move them the least are no faster than others."""
+    if options.offload in MOVE_WEIGHTS:
+        worth = tuple(kind for kind in options.schedules if kind in PACKED)
+    else:
+        worth = tuple(kind for kind in options.schedules if kind not in WRAPPED)
+    return worth or options.schedules
+
+
+def fastest_elsewhere(
+    cluster: Cluster, options: SearchOptions, searching: Callable[[Cluster, SearchOptions, int], Searching]
+) -> Plan:
+    """Return the fastest plan in which something is elsewhere. `searching` gives the search with the fewest stages on
+    a device that has several. Where weights move, less is on a device that has more of them."""
+    errors = list[_Refusal]()
+    counts = range(FEWEST_STAGES, MOST_STAGES + 1) if options.offload in MOVE_WEIGHTS else (1,)
+    for fewest in counts:
+        try:
+            return _with_fewest(cluster, options, searching, fewest)
+        except DoesNotFit as error:
+            errors.append(error)
+    raise _nearest(errors)
+
+
+def _with_fewest(
+    cluster: Cluster,
+    options: SearchOptions,
+    searching: Callable[[Cluster, SearchOptions, int], Searching],
+    fewest: int,
+) -> Plan:
+    moves = options.offload != "none"
+
+    def searched(scaled: Cluster) -> Plan:
+        plain = replace(options, offload="none", spill="", explained=options.explained and not moves)
+        return searching(scaled, plain, fewest).plan()
+
+    def carried_out(outline: Search) -> Plan:
+        return searching(cluster, options, fewest).carried_out(outline.plan, outline.profile)
+
+    every = bool(options.update_on) or fewest > 1
+    return fastest_of_memories(cluster, searched, carried_out, moves=moves, every=every, schedules=options.schedules)
 
 
 def fastest_of_memories(

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE, WEIGHTS
 from penstock.ir.schedule import Action, Program
+from penstock.passes.schedules.kind import PackKind, PackPlace
 from penstock.support.errors import UsageError
-
-from .kind import PackKind, PackPlace
 
 
 def order(place: PackPlace, m: int) -> Program:

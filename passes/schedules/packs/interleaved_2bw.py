@@ -15,21 +15,29 @@ from __future__ import annotations
 
 from penstock.ir.action_kinds import UPDATE
 from penstock.ir.schedule import Action, Program
+from penstock.passes.schedules.kind import PackKind, PackPlace
 from penstock.support.words import counted
 
-from .interleaved import Turns, unequal
-from .kind import PackKind, PackPlace
+from .interleaved import Turns, groups, unequal
 
 
-def refused(ranks: int, m: int) -> str:
-    """Say why there is no order of so many microbatches on so many ranks; "" where there is one."""
-    if m < ranks - 1:
-        return f"on {ranks} ranks would wait for ever with {counted(m, 'microbatch')}"
-    return unequal(ranks, m)
+def too_few(ranks: int, m: int) -> str:
+    """Say why there is no order of so few microbatches on so many ranks; "" where there is one."""
+    return f"on {ranks} ranks would wait for ever with {counted(m, 'microbatch')}" if m < ranks - 1 else ""
+
+
+def least(ranks: int) -> int:
+    """Return the fewest microbatches with which forwards ahead of an update belong to the next batch."""
+    return 2 * ranks - 2
 
 
 def order(place: PackPlace, m: int) -> Program:
-    turns, count = Turns(place, m), len(place.stages) * m
+    return in_groups(place, m, m // groups(place.ranks, m))
+
+
+def in_groups(place: PackPlace, m: int, group: int) -> Program:
+    """Return the program of a rank whose stages have turns of so many microbatches."""
+    turns, count = Turns(place, m, group), len(place.stages) * m
     batch: list[Action] = []
     for turn in range(count):
         backward = turns.backward(turn)
@@ -44,6 +52,6 @@ KIND = PackKind(
     "interleaved, never drained: two weight versions, gradients one update late, as 2bw with several stages on a rank",
     each=(2, 3, 4),
     delay=1,
-    refused=refused,
-    least=lambda ranks: 2 * ranks - 2,
+    refused=lambda ranks, m: too_few(ranks, m) or unequal(ranks, m),
+    least=least,
 )

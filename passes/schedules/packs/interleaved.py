@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, UPDATE
 from penstock.ir.schedule import Action, Program
-
-from .kind import PackKind, PackPlace
+from penstock.passes.schedules.kind import PackKind, PackPlace
 
 
 def groups(ranks: int, m: int) -> int:
@@ -29,11 +28,12 @@ def unequal(ranks: int, m: int) -> str:
 
 
 class Turns:
-    """The forwards and backwards of a rank, each numbered as turns: so many of its stages, one microbatch each. Turn 0
-    is the first of batch 1, and later batches go on behind it."""
+    """The forwards and backwards of a rank, each numbered as turns: so many of its stages, one microbatch each. A stage
+    has a group of so many microbatches before it is the next one's turn. Turn 0 is the first of batch 1, and later
+    batches go on behind it."""
 
-    def __init__(self, place: PackPlace, m: int) -> None:
-        self._stages, self._m, self._group = place.stages, m, m // groups(place.ranks, m)
+    def __init__(self, place: PackPlace, m: int, group: int) -> None:
+        self._stages, self._m, self._group = place.stages, m, group
         # Forwards in front of the first backward: so that no rank waits while the pipeline is full.
         self.ahead = (len(place.stages) - 1) * self._group + 2 * (place.ranks - 1 - place.rank)
 
@@ -50,7 +50,12 @@ class Turns:
 
 
 def order(place: PackPlace, m: int) -> Program:
-    turns, count = Turns(place, m), len(place.stages) * m
+    return in_groups(place, m, m // groups(place.ranks, m))
+
+
+def in_groups(place: PackPlace, m: int, group: int) -> Program:
+    """Return the program of a rank whose stages have turns of so many microbatches."""
+    turns, count = Turns(place, m, group), len(place.stages) * m
     ahead = min(turns.ahead, count)
     batch = [turns.forward(turn) for turn in range(ahead)]
     for turn in range(count):

@@ -1,0 +1,1 @@
+"""Schedules of ranks that run several stages each, a file for each."""
