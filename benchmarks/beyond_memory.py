@@ -106,13 +106,16 @@ def train(bundle: str, steps: int, group: str, turns: bool) -> None:
             return {n: draw.integers(0, vocab, (dims[0] * count, *dims[1:])) for n, dims in shapes.items()}
 
         losses, seconds = list(job.run(iter([batch()]))), []
-        for step in range(steps - 1):
-            if turns and step % TURN == 0:
+        for first in range(0, steps - 1, TURN):
+            if turns:
                 print(ASK, flush=True)
                 sys.stdin.readline()
-            given, begun = batch(), time.perf_counter()
-            losses += job.run(iter([given]))
-            seconds.append(time.perf_counter() - begun)
+            given = [batch() for _ in range(min(TURN, steps - 1 - first))]
+            begun = time.perf_counter()
+            for step in job.steps(given):
+                losses += step.losses
+                seconds.append(time.perf_counter() - begun)
+                begun = time.perf_counter()
         stat = dict(line.split() for line in (Path(group) / "memory.stat").read_text().splitlines())
     print(json.dumps({"losses": losses, "seconds": seconds, "resident": int(stat["rss"]) + int(stat["mapped_file"])}))
 

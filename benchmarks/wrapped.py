@@ -1,6 +1,6 @@
 """Weights that are elsewhere while a device computes other stages: the simulator's seconds of a batch beside a run's.
 
-    python benchmarks/wrapped.py --json wrapped.json                    two minutes
+    python benchmarks/wrapped.py --json wrapped.json                    ten minutes
     python benchmarks/wrapped.py --width 64 --rounds 1 --batches 3
 
 Each row trains linear layers with `--offload weights` in worker processes. Only the computations are paced

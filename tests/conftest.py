@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from penstock.backends.tvm.compile import pool
 from penstock.ir.graph import Module
@@ -56,8 +56,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# For property tests that set no number of examples.
-settings.register_profile("quick", max_examples=40)
+# For property tests that set no number of examples. A busy machine is no reason to fail.
+settings.register_profile("quick", max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("quick")
 
 

@@ -6,9 +6,9 @@ stage's optimiser state that have a home, `c0` those of chunk 0 of it, `w` its p
 lies at home as it lies on the device, one variable behind the other: its *image*. CI takes memory on the device for the
 whole image, L with the item gives it back.
 
-Weights of which there are two versions have an image for each, and their moves name one: `2CI2@1:w`. What is there
-already is *claimed* once more by a CI, and nothing is copied; each L ends a claim, and the last one gives the memory
-back. A version that the update of the same batch makes has no copy at home yet: its CI takes memory alone.
+What is there already is *claimed* once more by a CI, and nothing is copied; each L ends a claim, and the last one gives
+the memory back. Weights of which there are two versions have an image for each, and their moves name one: `2CI2@1:w`. A
+version that the update of the same batch makes has no copy at home yet: its CI takes memory alone.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class Image:
     @property
     def is_zero(self) -> bool:
         return all(var.role == GRAD for var in self.variables.values())
+
+    @property
+    def holds_weights(self) -> bool:
+        """Return whether these are weights, which may be claimed several times. Other items have one use for each CI."""
+        return all(var.role == PARAM for var in self.variables.values())
 
     @property
     def stored(self) -> int:

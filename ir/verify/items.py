@@ -5,7 +5,8 @@ stage: is it on the device, and has it changed since it was copied to its home?
 
     resident   a computation that touches an item stands behind its CI, and before its L
     home       L lets go of no only copy: CO stands behind the last computation that changed it
-    once       nothing is brought that is there, copied out that did not change, or let go of that is away
+    once       nothing is brought that is there, but weights, which are claimed; copied out that did not change, or let go
+               of that is away; and each CI has its L
     seam       a run ends with every item at home, where a checkpoint takes it from
     version    of weights in two versions the one that is read is brought, is at home then, and room for the one that is
                made
@@ -176,7 +177,7 @@ class _Moves:
 
     def bring(self, step: int, a: Action, item: _ItemState) -> Iterator[Problem]:
         there = item.here.get(a.version)
-        if there is not None and a.version is None:
+        if there is not None and not item.image.holds_weights:
             yield from self._problem("here", step, f"brings what is on the device since step {there.brought}")
         if there is not None:
             there.claims += 1

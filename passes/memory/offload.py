@@ -14,10 +14,13 @@ that is too much for the memory of a device, the state of one is.
 
 A rank with one stage has its state in chunks, `c0`, `c1` and so on (chunks.py), and updates one after the other, by
 parts of its update.
+
+Where devices have too little memory for all saved sets, no more of these go than that asks for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +36,7 @@ from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
 from .overlap_that_fits import fits_devices, later_peaks
-from .saved_elsewhere import with_saved_sets
+from .saved_elsewhere import Numbers, longest_away, with_saved_sets
 from .weights_elsewhere import movable_weights, with_weights
 
 STATE, ACTIVATIONS, BOTH, WEIGHTS, ALL = KINDS = ("state", "activations", "both", "weights", "all")
@@ -61,7 +64,8 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
     result = _moved_away(module, options, ahead=True)
     if any(module.cluster.device(name).memory for name in module.rank_devices()):
         tight = _moved_away(module, options, ahead=False)
-        result = result if result == tight or fits_devices(result) else tight
+        ahead = result == tight or fits_devices(result)
+        result = _as_few_sets(module, options, result if ahead else tight, ahead=ahead)
     return result.noted("offload", *_notes(result))
 
 
@@ -86,6 +90,46 @@ def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Modu
         )
     stages = [stage for stage in stages if stage not in idle]
     return _without_variables(_without_saved_sets(module, stages, options.space, alone=False), options, ahead=ahead)
+
+
+def _as_few_sets(module: Module, options: OffloadOptions, most: Module, *, ahead: bool) -> Module:
+    """Return a module with no more saved sets elsewhere than memory asks for, where devices have too little for all of
+    them and enough with `most` elsewhere. Those that are away during most computations go."""
+    away = longest_away(most)
+    kept = _without_variables(module, options, ahead=ahead)
+    if not away or fits_devices(kept) or not fits_devices(most):
+        return most
+    homes = [stage.index for stage in most.stages if stage.home]
+
+    def moved(counts: Mapping[tuple[int, ...], int]) -> Module:
+        numbers: dict[int, list[int]] = {}
+        for pack, count in counts.items():
+            for stage, number in away[pack][:count]:
+                numbers.setdefault(stage, []).append(number)
+        sets = _without_saved_sets(module, homes, options.space, alone=False, moving=numbers)
+        return _without_variables(sets, options, ahead=ahead)
+
+    # So many of each rank's sets are too few, and so many are enough.
+    few, enough = dict.fromkeys(away, -1), {pack: len(sets) for pack, sets in away.items()}
+    while any(enough[pack] - few[pack] > 1 for pack in away):
+        middle = {pack: max(few[pack] + 1, (few[pack] + enough[pack]) // 2) for pack in away}
+        tight = {*_short_of_memory(moved(middle))}
+        for pack in away:
+            (few if pack in tight else enough)[pack] = middle[pack]
+    result = moved(enough)
+    return result if fits_devices(result) else most
+
+
+def _short_of_memory(module: Module) -> Iterator[tuple[int, ...]]:
+    """Yield the stages of each rank whose device has too little memory for its ranks."""
+    assert module.cluster is not None
+    devices, peaks, used = module.rank_devices(), later_peaks(module), Counter[str]()
+    for rank, peak in peaks.items():
+        used[devices[rank]] += peak
+    for rank, pack in enumerate(module.rank_packs()):
+        memory = module.cluster.device(devices[rank]).memory
+        if memory and used[devices[rank]] > memory:
+            yield tuple(pack)
 
 
 def _moved_for_nothing(kept: Mapping[int, int], moved: Mapping[int, int], module: Module) -> Iterator[int]:
@@ -127,13 +171,17 @@ def _without_weights(module: Module, space: str) -> Module:
             where="offload",
             hint="--packs puts several stages on a device",
         )
-    return with_weights(module, homes)
+    schedule = module.schedule
+    early = {rank: Program(p.start, tuple(_updates_early(module, p.batch))) for rank, p in schedule.ranks.items()}
+    return with_weights(module.but(schedule=Schedule(schedule.name, schedule.microbatches, early)), homes)
 
 
-def _without_saved_sets(module: Module, stages: Collection[int], space: str, *, alone: bool) -> Module:
+def _without_saved_sets(
+    module: Module, stages: Collection[int], space: str, *, alone: bool, moving: Numbers | None = None
+) -> Module:
     """Return the module with what forwards of stages saved elsewhere until the backward, where that is a while; `alone`
-    as for state."""
-    result = with_saved_sets(module, {stage: _home(module, stage, space) for stage in stages})
+    as for state, `moving` some of the microbatches."""
+    result = with_saved_sets(module, {stage: _home(module, stage, space) for stage in stages}, moving)
     if alone and not any(stage.home for stage in result.stages):
         raise UsageError(
             "no stage saves what it alone takes for a microbatch that waits for its backward during 3 computations: "

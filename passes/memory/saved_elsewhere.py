@@ -11,7 +11,7 @@ backward. So one or two sets that go and two that come are on the device, howeve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, FORWARD, LET_GO, SAVED_ITEM
@@ -28,32 +28,56 @@ _RUN = 5
 _MOVED = ((FORWARD, ""), (COPY_OUT, SAVED_ITEM), (LET_GO, SAVED_ITEM), (COPY_IN, SAVED_ITEM), (BACKWARD, ""))
 
 
-def with_saved_sets(module: Module, homes: dict[int, str]) -> Module:
-    """Return the module with the saved sets of some stages at home in a space, and the actions that move them. Stages
-    where nothing is away long enough stay as they are."""
+# Numbers of microbatches in their batch, by stage.
+Numbers = Mapping[int, Collection[int]]
+
+
+def with_saved_sets(module: Module, homes: Mapping[int, str], moving: Numbers | None = None) -> Module:
+    """Return the module with the saved sets of some stages at home in a space, and the actions that move them: those of
+    all microbatches, or of some by number. Stages where nothing is away long enough stay as they are."""
     assert module.schedule is not None
     stages = tuple(replace(stage, home=homes.get(stage.index, stage.home)) for stage in module.stages)
     away, schedule = module.but(stages=stages), module.schedule
     for stage in homes:
         if saved_set(away, stage) is not None:
-            schedule = _moved(schedule, stage)
-    moving = {a.stage for a in schedule.actions() if a.item == SAVED_ITEM}
-    stages = tuple(stage if stage.index in moving else replace(stage, home="") for stage in away.stages)
+            schedule = _moved(schedule, stage, None if moving is None else moving.get(stage, ()))
+    away_from = {a.stage for a in schedule.actions() if a.item == SAVED_ITEM}
+    stages = tuple(stage if stage.index in away_from else replace(stage, home="") for stage in away.stages)
     return module.but(stages=stages, schedule=schedule)
 
 
-def _moved(schedule: Schedule, stage: int) -> Schedule:
+def longest_away(module: Module) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+    """List the sets that are elsewhere, by stage and number in the batch, for the stages of each rank: those that are
+    away during most computations first."""
+    assert module.schedule is not None
+    schedule, packs = module.schedule, [tuple(pack) for pack in module.rank_packs()]
+    away: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
+    for rank, pack in enumerate(packs):
+        waits, gone, computed = away.setdefault(pack, {}), dict[tuple[int, int], int](), 0
+        for a in schedule.expand(rank, _LISTS):
+            computed += a.kind in COMPUTE
+            if a.item == SAVED_ITEM and a.kind == COPY_OUT:
+                gone[a.stage, a.mb] = computed
+            elif a.item == SAVED_ITEM and a.kind == COPY_IN:
+                key = a.stage, a.mb % schedule.microbatches
+                waits[key] = max(waits.get(key, 0), computed - gone[a.stage, a.mb])
+    return {pack: sorted(waits, key=lambda key: (-waits[key], key)) for pack, waits in away.items() if waits}
+
+
+def _moved(schedule: Schedule, stage: int, numbers: Collection[int] | None) -> Schedule:
+    m = schedule.microbatches
+    moving = range(m) if numbers is None else numbers
     ranks = {
-        rank: _with_moves(program, stage, schedule.microbatches) if stage in schedule.stages_of(rank) else program
+        rank: _with_moves(program, stage, m, moving) if stage in schedule.stages_of(rank) else program
         for rank, program in schedule.ranks.items()
     }
-    return Schedule(schedule.name, schedule.microbatches, ranks)
+    return Schedule(schedule.name, m, ranks)
 
 
-def _with_moves(program: Program, stage: int, per_batch: int) -> Program:
-    """Return a program with the moves of all microbatches of a batch that are away long enough. One that would be moved
-    in part, at the begin of a run, stays."""
-    numbers = set(range(per_batch))
+def _with_moves(program: Program, stage: int, per_batch: int, moving: Collection[int]) -> Program:
+    """Return a program with the moves of microbatches of a batch that are away long enough. One that would be moved in
+    part, at the begin of a run, stays."""
+    numbers = set(moving)
     while numbers:
         moved = _Lists(program, stage, per_batch, numbers).inserted()
         if not (broken := set(_moved_in_part(moved, stage, per_batch))):

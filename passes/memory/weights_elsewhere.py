@@ -7,9 +7,15 @@ move them. One batch after the other, that is in the program of a rank:
     CI:w CI:g B B B U CO:w L:g L:w        a visit that ends with the update
 
 A *visit* is a run of computations of one stage. Weights come in the middle of the visit before, and go in the middle of
-the one after, so two stages have theirs on the device at once. Gradients come with the first backward and go with the
-update: they are zero between, so nothing is copied. Where a stage runs all microbatches of a batch before the next,
-three copies of all weights move per batch: in for F, in for B, out after U.
+the one after, so two stages have theirs on the device at once. What goes is what is used furthest ahead, over the end
+of a batch, too: the stages that a batch ends with are those that the next one begins with, and stay. There the next
+batch claims once more what is there, and the one before ends its claim: `CI1:w L0:w`. The first batch of a run brings
+them.
+
+Gradients come with the first backward and go with the update: they are zero between, so nothing is copied. Where a
+stage runs all microbatches of a batch before the next, weights come for F and for B and go after U. The last two stages
+of a rank are still there for B, and the first two for F, so of three the middle one never goes. Updates that wait for
+other stages are at the end, and bring weights once more.
 
 In a schedule that begins a batch before the last one ends there are two versions of the weights. That is another
 file's: weights_in_versions.py.
@@ -36,6 +42,15 @@ class _Visit:
 
     stage: int
     places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """A stay of a stage's weights on the device, by the places that it begins and ends in front of."""
+
+    stage: int
+    comes: int
+    goes: int
 
 
 def movable_weights(module: Module, stage: int) -> list[str]:
@@ -88,6 +103,10 @@ def with_weights(module: Module, homes: Mapping[int, str]) -> Module:
     return away.but(schedule=Schedule(schedule.name, schedule.microbatches, ranks))
 
 
+# The lists that are looked at behind each other, and the one of them whose moves are taken.
+_LISTS, _TAKEN = 5, 2
+
+
 def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Program:
     batch = program.batch
     before: dict[int, list[Action]] = {}
@@ -104,39 +123,60 @@ def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Pr
 
 
 def _moves_of_weights(module: Module, batch: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, Action]]:
-    """Yield the moves of weights of a rank, each with the place that it stands in front of. What goes is ahead of what
-    comes."""
-    visits = list(_visits(module, batch, stages))
+    """Yield the moves of weights of a rank, each with the place that it stands in front of. Copies out are ahead of what
+    goes, and that of what comes, but at the beginning, where the claim of the batch before ends."""
+    assert module.schedule is not None
+    m, length = module.schedule.microbatches, len(batch)
+    unrolled = [action.shifted(k, m) for k in range(_LISTS) for action in batch]
+    visits = list(_visits(module, unrolled, stages))
+    first = _TAKEN * length
+    stays = sorted(_stays(unrolled, visits), key=lambda stay: stay.comes)
+    for stay in stays:
+        if stay.comes < first < stay.goes:
+            yield 0, _moved(COPY_IN, stay.stage, 1)
+            yield 0, _moved(LET_GO, stay.stage, 0)
+    moving = {visit.stage for visit in visits}
+    for place, action in enumerate(batch):
+        if action.stage in moving and action.kind == UPDATE and not action.item:
+            yield place + 1, _moved(COPY_OUT, action.stage, 1)
+    for stay in stays:
+        if first < stay.goes <= first + length:
+            yield stay.goes - first, _moved(LET_GO, stay.stage, 1)
+    for stay in stays:
+        if first <= stay.comes < first + length:
+            yield stay.comes - first, _moved(COPY_IN, stay.stage, 1)
+
+
+def _stays(actions: Sequence[Action], visits: Sequence[_Visit]) -> Iterator[_Stay]:
+    """Yield the stays of weights on the device: those of a visit and of the next one are there."""
+    here: dict[int, int] = {}
     for k, visit in enumerate(visits):
-        come = _moved(COPY_IN, visit.stage, WEIGHTS_ITEM)
-        if k == 0:
-            yield ahead_of_receives(batch, visit.places[0]), come
-        elif k == 1 or visits[k - 2].stage != visit.stage:
-            middle = middle_of(batch, visits[k - 1].places[0] - 1, visits[k - 1].places[-1] + 1)
-            if k > 1:
-                yield middle, _moved(LET_GO, visits[k - 2].stage, WEIGHTS_ITEM)
-            yield middle, come
-        for place in visit.places:
-            if batch[place].kind == UPDATE and not batch[place].item:
-                yield place + 1, _moved(COPY_OUT, visit.stage, WEIGHTS_ITEM)
-    for stage in dict.fromkeys(visit.stage for visit in visits[-2:]):
-        yield len(batch), _moved(LET_GO, stage, WEIGHTS_ITEM)
+        if visit.stage in here:
+            continue
+        comes = ahead_of_receives(actions, visit.places[0])
+        if k:
+            comes = middle_of(actions, visits[k - 1].places[0] - 1, visits[k - 1].places[-1] + 1)
+        if k > 1:
+            yield _Stay(visits[k - 2].stage, here.pop(visits[k - 2].stage), comes)
+        here[visit.stage] = comes
+    for stage, comes in here.items():
+        yield _Stay(stage, comes, len(actions) + 1)
 
 
-def _visits(module: Module, batch: Sequence[Action], stages: Collection[int]) -> Iterator[_Visit]:
+def _visits(module: Module, actions: Sequence[Action], stages: Collection[int]) -> Iterator[_Visit]:
     moving = {stage for stage in stages if WEIGHTS_ITEM in stage_images(module, stage)}
     visit: list[int] = []
-    for i, action in enumerate(batch):
+    for i, action in enumerate(actions):
         # A backward that reads no weights may yet get an R that does.
         if action.stage not in moving or action.kind not in (*READERS, UPDATE):
             continue
-        if visit and batch[visit[-1]].stage != action.stage:
-            yield _Visit(batch[visit[0]].stage, tuple(visit))
+        if visit and actions[visit[-1]].stage != action.stage:
+            yield _Visit(actions[visit[0]].stage, tuple(visit))
             visit = []
         visit.append(i)
     if visit:
-        yield _Visit(batch[visit[0]].stage, tuple(visit))
+        yield _Visit(actions[visit[0]].stage, tuple(visit))
 
 
-def _moved(kind: str, stage: int, item: str) -> Action:
-    return Action(kind, stage, 1, item=item)
+def _moved(kind: str, stage: int, batch: int) -> Action:
+    return Action(kind, stage, batch, item=WEIGHTS_ITEM)

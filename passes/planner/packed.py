@@ -109,7 +109,7 @@ def _shapes(planner: Planner, schedule: str, order: Sequence[int], fewest: int) 
     for b in planner.wanted.microbatch_sizes():
         count, table = planner.wanted.batch // b, planner.table(b)
         for each in PACK_SCHEDULES[schedule].each:
-            if each < fewest or count * len(order) * each > MOST_ACTIONS or len(order) < 2:
+            if each < fewest or count * len(order) * each > MOST_ACTIONS or (len(order) < 2 and fewest < 2):
                 continue
             packs = PACK_SCHEDULES[schedule].packs(len(order), each)
             at = {stage: device for device, stages in zip(order, packs, strict=True) for stage in stages}

@@ -140,15 +140,17 @@ def _check_shares(kind: str, ranks: int, share: Sequence[int]) -> None:
         sizes = _legal_sizes(row, ranks, len(share), sum(share))
         beside = f", shared out equally to {len(share)} pipelines" if len(share) > 1 else ""
         ways = [f"give {' or '.join(map(str, sizes))} microbatches{beside}"] if sizes else []
-        ways += [f"use schedule {name}" for name in _drained_orders(ranks, share)][:1]
+        ways += [f"use schedule {name}" for name in _other_orders(row, ranks, share)][:1]
         raise UsageError(f"schedule {kind} {reason}", where="schedule", hint=", or ".join(ways))
 
 
-def _drained_orders(ranks: int, share: Sequence[int]) -> Iterator[str]:
-    """Yield the schedules of stages dealt round that drain, and have an order of such shares."""
-    for name, row in PACK_SCHEDULES.items():
-        if not row.delay and not row.folded and all(row.is_legal(ranks, n) for n in share):
-            yield name
+def _other_orders(row: PackKind, ranks: int, share: Sequence[int]) -> Iterator[str]:
+    """Yield the schedules of stages dealt round that have an order of such shares: those with the delay of a row, then
+    those that drain."""
+    for delay in dict.fromkeys((row.delay, 0)):
+        for name, other in PACK_SCHEDULES.items():
+            if other.delay == delay and not other.folded and all(other.is_legal(ranks, n) for n in share):
+                yield name
 
 
 def _legal_sizes(row: PackKind, ranks: int, pipelines: int, size: int) -> list[int]:

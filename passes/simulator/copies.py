@@ -24,7 +24,7 @@ from penstock.ir.memory.items import (
     users_of,
     version_read,
 )
-from penstock.ir.memory.saved_sets import saved_set
+from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.schedule import COPIES, Action, Schedule
 
 from .machine import Copy, Route
@@ -113,7 +113,7 @@ class Copies:
         rank, position, number = place
         action = self._in_run(action, number)
         key = self._key(rank, action, action.kind, action.item)
-        if action.version is not None and is_brought(action) and not self._claims[rank].change(action):
+        if is_brought(action) and not moves_saved(action) and not self._claims[rank].change(action):
             return
         self._begun[key] = _Begun(math.inf, None)
 
@@ -146,7 +146,7 @@ class Copies:
             keys = [self._key(rank, action, COPY_IN, item) for item in items]
         if any(self._waits_for(key, (rank, position), now, messages) for key in keys):
             return True
-        if is_let_go(action) and action.version is not None:
+        if is_let_go(action) and not moves_saved(action):
             self._claims[rank].change(action)
         return False
 

@@ -105,9 +105,9 @@ class HomedItem:
 
     def claim(self, text: str, version: int, *, filled: bool = True) -> bool:
         """Bring a version, or claim what is there once more; return whether it came."""
-        if self._claims and self.image.versions == 1:
+        if self._claims and not self.image.holds_weights:
             raise VerifyError("is on the device already", where=self._where)
-        if self._claims and version != self._version:
+        if self._claims and version != self._version and self.image.versions > 1:
             what = f"is on the device in version {self._version}, and version {version} would take its place"
             raise VerifyError(what, where=self._where)
         self._claims, self._version = self._claims + 1, version

@@ -142,7 +142,8 @@ def plan_best(
     """Find the best plan for batches of so many samples, as `--batch` does.
 
     `load` gives the model with so many samples per microbatch, for each of the `sizes` to choose from, or as it is for
-    None. The fastest of `schedules` is taken, by default of those that compute what plain training does. `replicas` is
+    None. The fastest of `schedules` is taken, by default of those that compute what plain training does; those that
+    move weights the least are tried where weights move, or nothing like them is asked for. `replicas` is
     the most devices of a stage, 0 for any number; `recompute` is auto, none or all, `zero` 0 or 1. Where nothing fits,
     the error says what would, if that shall be `explained`, which takes longer than finding out that nothing fits.
     Further options are `cuda_libraries`, `wire`, `offload`, `spill`, `update_on`, `mesh`, `shard` and `dump`, as of

@@ -327,7 +327,7 @@ def test_changes_are_against_the_best_by_the_same_formulas(symbolic):
 def test_flags_that_the_planner_decides(symbolic, capsys):
     assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--stages", 2, "--microbatches", 2)) == 2
     assert "--stages, --microbatches with --batch: the planner chooses that" in capsys.readouterr().err
-    assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--offload", "weights")) == 2
+    assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--offload", "weights", "--schedule", "1f1b")) == 2
     assert "it takes three stages or more" in capsys.readouterr().err
     assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--spill", "/tmp/")) == 2
     assert "add --offload state" in capsys.readouterr().err

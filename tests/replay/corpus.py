@@ -145,6 +145,7 @@ CASES: dict[str, Case] = {
         lambda: models.gpt(4), trained(ADAMW, microbatches=4), "interleaved", packs=2, offload="state"
     ),
     "gpt-wrapped": Case(lambda: models.gpt(4), trained(ADAMW, microbatches=4), "wrap", packs=3, offload="weights"),
+    "gpt-wrapped-2bw": Case(lambda: models.gpt(4), trained(microbatches=4), "wrap-2bw", packs=3, offload="weights"),
     "gpt-f16": Case(lambda: models.gpt(), trained(ADAMW), "gpipe", precision="f16"),
     "gpt-inference": Case(lambda: models.gpt(), None, "forward", precision="bf16"),
     "gpt-cuda": Case(lambda: models.gpt(), trained(ADAMW, microbatches=4), "2bw", GPUS, library="torch"),

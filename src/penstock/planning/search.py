@@ -42,7 +42,7 @@ from penstock.support.words import flag_for, itemised
 
 from .choice import Search, first_reason
 from .model import Load, Model, ModelFile
-from .offloading.batches import fastest_elsewhere, worth_trying
+from .offloading.batches import fastest_elsewhere, schedules_to_search
 from .offloading.choose import plan_within_memory
 from .options import AUTO, PlanOptions, SearchOptions
 from .pipeline import before_partition, check_updates_elsewhere, plan_model, updaters, with_devices
@@ -63,7 +63,7 @@ def search(
     check_updates_elsewhere(cluster, settings, trains=True)
     check_teams(options)
     models = _load_models(load, options)
-    options = replace(options, schedules=worth_trying(options))
+    options = replace(options, schedules=schedules_to_search(options))
     if options.offload == "none" and not options.update_on:
         single = _Searching(cluster, training, options, feedback, models)
         return fastest_of_teams(single, cluster, options, max(models), feedback)
@@ -254,7 +254,8 @@ class _Searching:
         if not kinds:
             return {}
         plans = [one.outcome.plan for one in refined.values()]
-        orders = [plan.devices for plan in plans if len(plan.devices) > 1]
+        # Several stages on one device are of use where their weights move.
+        orders = [plan.devices for plan in plans if len(plan.devices) > 1 or self.fewest > 1]
         orders += [order[::-1] for order in orders if len(order) <= MOST_ORDERED]
         if plans and MOST_ORDERED < len(result.fleet) <= MOST_CHANGED:
             # More of them may help packs than help one stage on each.

@@ -21,16 +21,18 @@ def test_the_committed_run_reaches_its_goal() -> None:
     shapes = [(row["devices"], row["packs"], row["microbatches"], row["schedule"]) for row in rows]
     assert shapes == [(*row[:3], row.schedule) for row in wrapped.ROWS]
     assert all(row["same"] for row in rows)
-    *hidden, control = rows
-    assert all(abs(row["predicted"] / row["seconds"] - 1) <= wrapped.WITHIN for row in hidden)
-    assert abs(control["predicted"] / control["seconds"] - 1) > wrapped.WITHIN
+    assert all(abs(row["predicted"] / row["seconds"] - 1) <= wrapped.WITHIN for row in rows[:-1])
+    # Of the same shape, wrap moves a third less.
+    moved = {row["schedule"]: row["moved"] for row in rows if row["microbatches"] == 8}
+    assert moved["wrap"] < 0.7 * moved["interleaved"]
 
 
 def test_a_batch_copies_what_its_program_says(tmp_path: Path) -> None:
-    """Weights come for forwards and backwards but for the last two stages, state comes, and both go after the update."""
+    """Weights come once: the last two stages are there for their backwards, the first two for the next batch. State
+    comes, and both go after the update."""
     planned = wrapped.plan(wrapped.Row(1, 4, 1, 0.01), tmp_path, 64, "weights")
     weights = 4 * 2 * (64 * 64 + 64) * 4
-    assert wrapped.copied(planned) == pytest.approx(weights * (1 + 1 / 2 + 1 + 2 + 2), rel=0.01)
+    assert wrapped.copied(planned) == pytest.approx(weights * (1 + 1 + 2 + 2), rel=0.01)
     # In two versions, of which one comes for the update, and the weights of the first stage are still there then.
     twice = wrapped.plan(wrapped.Row(1, 4, 1, 0.01, "interleaved-2bw"), tmp_path, 64, "weights")
     assert weights * (2 + 1 + 1 + 2 + 2 - 1) < wrapped.copied(twice) < weights * (2 + 1 + 1 + 2 + 2)

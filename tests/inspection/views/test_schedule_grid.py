@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.ir.test_grid import WIRED, made
 from tests.passes.memory.test_offload import planned
+from tests.passes.memory.test_weights_elsewhere import planned as weights
 
 from penstock.inspection.views.schedule_grid import copies, format_grid
 from penstock.ir.grid import simulate
@@ -81,8 +82,25 @@ def test_every_copy_of_a_program_stands_in_its_row(case: str) -> None:
 
 
 def test_the_version_that_comes_is_the_one_that_is_read() -> None:
-    line = simulate(made(2, "0CI1@0:w 0F2@0 0CI1@1:w 0F3@0 0B2@0 0B3@0 0U1@2"), 2).ranks[0]
+    line = simulate(made(2, "0CI1@0:w 0F2@0 0CI1@1:w 0F3@0 0B2@0 0B3@0 0U1@2 0L1@0:w 0L1@1:w"), 2).ranks[0]
     awaited = {str(copy.action): copy.awaited for copy in copies(line)}
     update = next(start for action, start, _ in line if action == Action.parse("0U1@2"))
     assert awaited["0CI1@1:w"] == update
     assert awaited["0CI1@0:w"] < update
+
+
+def test_what_is_claimed_once_more_is_not_copied() -> None:
+    """Weights that a batch ends with are there for the next one: a copy of them out is waited for when they go."""
+    module = weights("one device")
+    line = simulate(module.schedule, 3).ranks[0]
+    shown = [copy.action for copy in copies(line) if copy.action.item == "w"]
+    claimed = [action for action, _, _ in line if (action.kind, action.item) == ("CI", "w")]
+    came = [action for action in shown if action.kind == "CI"]
+    # Two stages of each batch but the first.
+    assert len(claimed) - len(came) == 2 * 2
+    assert {action.stage for action in claimed[-3:]} - {action.stage for action in came if action.mb == 2} <= {0, 1}
+    for copy in copies(line):
+        if (copy.action.kind, copy.action.item, copy.action.stage, copy.action.mb) == ("CO", "w", 0, 1):
+            goes = [start for action, start, _ in line if (action.kind, action.item, action.stage) == ("L", "w", 0)]
+            assert copy.awaited in goes
+            assert copy.awaited > copy.begins

@@ -2,12 +2,13 @@
 used, and a split that never changes. And how much of the memory of chunks holds nothing.
 
 The simulator knows the computations of a rank and which stage's weights each of them takes, in the order of the trace;
-no action that moves anything. It plays one batch: a batch begins and ends with no weights on the device. As in a
-program, the weights of the next stage have their memory while the present one computes, so neither of both may go."""
+no action that moves anything. It plays several batches: a run begins with no weights on the device. As in a program, the
+weights of the next stage have their memory while the present one computes, so neither of both may go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from pathlib import Path
@@ -31,7 +32,7 @@ from penstock.runtime.state.home_files import memory_for
 ADAMW = {"kind": "adamw", "lr": 0.1}
 # The computations that take weights.
 TAKERS = ("F", "R", "B", "W", "U")
-MOVES = ("CI", "CO")
+BATCHES = 4
 # The policy that a choice among stages stands for: of those that may go, one goes.
 Policy = Callable[[Sequence[int], Sequence[int], int], int]
 
@@ -64,14 +65,14 @@ def least_recent(here: Sequence[int], order: Sequence[int], at: int) -> int:
 
 @dataclass(frozen=True)
 class Played:
-    """What a policy does in a batch: how often weights come, and which go for which of the copies that come."""
+    """What a policy does in a run: how often weights come, and which go for which of the copies that come."""
 
     comes: int
     went: tuple[tuple[int, int], ...]
 
 
 def play(order: Sequence[int], room: int, policy: Policy) -> Played:
-    """Play the visits of a batch with room for the weights of so many stages; those of the next visit come in any
+    """Play the visits of a run with room for the weights of so many stages; those of the next visit come in any
     case."""
     here: list[int] = []
     comes, went = 0, list[tuple[int, int]]()
@@ -101,14 +102,12 @@ def static_comes(uses: Sequence[Sequence[Action]], stages: Sequence[int], room: 
 
 
 def went_of(program: Sequence[Action]) -> tuple[tuple[int, int], ...]:
-    """The same in the program of a rank. Those that go at the end of the batch go for nothing."""
+    """The same in the actions of a rank. Those that go at the end of a run go for nothing."""
     went, gone, comes = [], None, 0
-    for action in program:
-        if action.item != "w":
-            continue
-        if action.kind == "L":
+    for action, there in stays_of(program):
+        if action.kind == "L" and not there[action.stage]:
             gone = action.stage
-        elif action.kind == "CI":
+        elif action.kind == "CI" and there[action.stage] == 1:
             comes += 1
             if gone is not None:
                 went.append((comes, gone))
@@ -116,18 +115,29 @@ def went_of(program: Sequence[Action]) -> tuple[tuple[int, int], ...]:
     return tuple(went)
 
 
-def most_here(program: Sequence[Action]) -> int:
-    here, most = set[int](), 0
+def stays_of(program: Sequence[Action]) -> Iterator[tuple[Action, Counter[int]]]:
+    """The CI and L of weights, each with how often those of each stage are claimed behind it."""
+    here = Counter[int]()
     for a in program:
         if a.item == "w" and a.kind in ("CI", "L"):
-            (here.add if a.kind == "CI" else here.remove)(a.stage)
-            most = max(most, len(here))
-    return most
+            here[a.stage] += 1 if a.kind == "CI" else -1
+            yield a, here
+
+
+def most_here(program: Sequence[Action]) -> int:
+    return max(len(+here) for _, here in stays_of(program))
+
+
+def copies_of(program: Sequence[Action], batch: int) -> tuple[list[int], list[int]]:
+    """The stages whose weights come for a batch, and those whose weights go home."""
+    comes = [a.stage for a, here in stays_of(program) if (a.kind, a.mb, here[a.stage]) == ("CI", batch, 1)]
+    return comes, [a.stage for a in program if (a.kind, a.item, a.mb) == ("CO", "w", batch)]
 
 
 def swapped(program: Sequence[Action]) -> list[Action]:
-    """The program with the stages of the first two L exchanged."""
-    first, second = [i for i, a in enumerate(program) if a.item == "w" and a.kind == "L"][:2]
+    """The actions with the stages of the first two L that give memory back exchanged."""
+    lets_go = {id(a) for a, here in stays_of(program) if a.kind == "L" and not here[a.stage]}
+    first, second = [i for i, a in enumerate(program) if id(a) in lets_go][:2]
     listed = list(program)
     listed[first], listed[second] = program[second], program[first]
     return listed
@@ -146,19 +156,20 @@ def test_weights_that_go_are_those_used_furthest_ahead(shape: tuple[int, int, in
     module = planned(devices, packs, microbatches)
     trace = planned(devices, packs, microbatches, "none")
     for rank, stages in enumerate(module.rank_packs()):
-        program = module.schedule.ranks[rank].batch
+        program = list(module.schedule.expand(rank, BATCHES))
         order = [visit[0].stage for visit in visits_of(program)]
         plain = [a for a in program if not a.item]
-        assert sorted(map(str, plain)) == sorted(map(str, trace.schedule.ranks[rank].batch))
+        assert sorted(map(str, plain)) == sorted(map(str, trace.schedule.expand(rank, BATCHES)))
         room = most_here(program)
         assert room == 2
         best, recent = (play(order, room, policy) for policy in (furthest, least_recent))
         assert went_of(program) == best.went
-        comes = sum(a.item == "w" and a.kind == "CI" for a in program)
-        goes = sum(a.item == "w" and a.kind == "CO" for a in program)
-        assert comes == best.comes <= recent.comes
+        copies = [copies_of(program, batch) for batch in range(BATCHES)]
+        assert sum(len(comes) for comes, _ in copies) == best.comes <= recent.comes
         # What an update changed goes home once.
-        assert goes == len(stages)
+        assert all(sorted(goes) == sorted(stages) for _, goes in copies)
+        # Weights that a batch ends with are there for the next one.
+        assert len(copies[1][0]) <= len(copies[0][0]) - 2
         # The control: two of those that go exchanged.
         assert went_of(swapped(program)) != best.went
 
@@ -171,10 +182,11 @@ def test_a_split_that_never_changes_moves_more(shape: tuple[int, int, int], few:
     where a stage that stays for good saves more."""
     module = planned(*shape)
     for rank, stages in enumerate(module.rank_packs()):
-        program = module.schedule.ranks[rank].batch
-        split = static_comes(visits_of(program), stages, most_here(program))
+        program = list(module.schedule.expand(rank, BATCHES))
+        split = static_comes(visits_of(module.schedule.ranks[rank].batch), stages, most_here(program))
         sizes = {stage_images(module, stage)["w"].stored for stage in stages}
-        moved = sum(stage_images(module, a.stage)["w"].stored for a in program if a.item == "w" and a.kind in MOVES)
+        comes, goes = copies_of(program, 2)
+        moved = sum(stage_images(module, stage)["w"].stored for stage in (*comes, *goes))
         assert (moved <= 0.67 * sum(split) * max(sizes)) == few
 
 

@@ -30,13 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ps.Model:
     return ps.from_onnx(write_mlp(tmp_path_factory.mktemp("batches") / "mlp.onnx", [512] * 6, batch=256))
 
 
-def planned(model: ps.Model, mib: int, offload: str, **settings: str) -> Plan:
+def planned(model: ps.Model, mib: int, offload: str, schedules: tuple[str, ...] = ("gpipe",), **settings: str) -> Plan:
     local = Cluster.local(1, threads=(1,))
     device = replace(local.devices[0], spaces=(("ram", mib * MIB),))
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=1e-3))
     cluster = replace(local, devices=(device,), spaces=(Space("disk"),))
     return ps.plan_best(
-        lambda size: model, cluster, training, batch=BATCH, schedules=("gpipe",), offload=offload, **settings
+        lambda size: model, cluster, training, batch=BATCH, schedules=schedules, offload=offload, **settings
     )
 
 
@@ -168,7 +168,7 @@ def test_where_weights_move_devices_have_three_stages_or_more(tmp_path, monkeypa
         planned(18)
     assert looked_at == []
     plan = planned(18, offload="weights")
-    assert {*looked_at} == {("interleaved", "zb-v", "wrap", "3")}
+    assert {*looked_at} == {("interleaved", "wrap", "3")}
     assert plan.module.schedule.name == "wrap"
     assert [len(stages) for stages in plan.module.rank_packs()] == [3, 3]
     assert max(row.peak for row in measure_memory(plan.module).values()) <= 18 * MIB
@@ -179,3 +179,28 @@ def test_where_weights_move_devices_have_three_stages_or_more(tmp_path, monkeypa
     assert max(row.peak for row in measure_memory(plan.module).values()) <= 14 * MIB
     planned(64)
     assert looked_at[-1] == ("interleaved", "zb-v", "1")
+
+
+def test_weights_move_on_one_device_too(model: ps.Model) -> None:
+    """The control: more than there is of the device without."""
+    with pytest.raises(DoesNotFit):
+        planned(model, 44, "state")
+    plan = planned(model, 44, "weights", schedules=("interleaved", "wrap"))
+    (stages,) = plan.module.rank_packs()
+    assert len(stages) >= 3
+    assert measure_memory(plan.module)[0].peak <= 44 * MIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "offload", "searched"),
+    [
+        (("1f1b", "interleaved", "wrap"), "none", ("1f1b", "interleaved")),
+        (("1f1b", "wrap"), "none", ("1f1b", "wrap")),
+        (("interleaved-2bw", "wrap", "wrap-2bw"), "none", ("interleaved-2bw", "wrap")),
+        (("1f1b", "zb-v", "interleaved", "wrap"), "weights", ("interleaved", "wrap")),
+        (("1f1b",), "all", ("1f1b",)),
+        (("strange", "interleaved"), "weights", ("strange", "interleaved")),
+    ],
+)
+def test_schedules_to_search(asked: tuple[str, ...], offload: str, searched: tuple[str, ...]) -> None:
+    assert batches.schedules_to_search(SearchOptions(batch=8, schedules=asked, offload=offload)) == searched

@@ -23,7 +23,7 @@ KINDS = ("none", "all")
 
 
 # Schedules of one and of two versions of the weights, and other settings.
-SCHEDULES = {"interleaved": {"clip": 0.5}, "interleaved-2bw": {}}
+SCHEDULES = {"interleaved": {"clip": 0.5}, "interleaved-2bw": {}, "wrap": {}}
 
 
 @pytest.fixture(scope="module", params=SCHEDULES)

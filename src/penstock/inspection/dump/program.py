@@ -110,11 +110,12 @@ def _copies(module: Module, rank: int, action: Action) -> str:
     if moves_saved(action):
         what = f"what @s{action.stage}.{FORWARD} saved, {shown_bytes(image.nbytes)}"
     if action.kind == LET_GO:
-        return f"let go of {what}, once it is in {image.space}"
+        claimed = ", and nothing else claims it" if action.item == WEIGHTS_ITEM else ""
+        return f"let go of {what}, once it is in {image.space}{claimed}"
     if is_made_later(action):
         return f"take memory for {what}, which the update of batch {action.mb} makes"
     ways = {COPY_IN: f"from {image.space} for", COPY_OUT: f"to {image.space} after"}
-    there = ", unless it is there" if action.kind == COPY_IN and action.version is not None else ""
+    there = ", unless it is there" if action.kind == COPY_IN and action.item == WEIGHTS_ITEM else ""
     return f"begin to copy {what}, {ways[action.kind]} {_unit(action)}{there}"
 
 

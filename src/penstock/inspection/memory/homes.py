@@ -14,6 +14,7 @@ from penstock.ir.action_kinds import COPY_IN, COPY_OUT, LET_GO, SAVED_ITEM
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import (
     Image,
+    ItemClaims,
     copied_bytes,
     home_bytes,
     resident_bytes,
@@ -114,9 +115,13 @@ def _absences(
     """Yield the longest time that each item is away, the largest item first."""
     longest: dict[tuple[int, str], tuple[float, str]] = {}
     gone: dict[tuple[int, str, object], float] = {}
+    claims = ItemClaims()
     for place, action in enumerate(actions):
         key = action.stage, action.item
         if key not in items or action.kind not in (LET_GO, COPY_IN):
+            continue
+        if not moves_saved(action) and not claims.change(action):
+            # It was there before, and still is.
             continue
         # A saved set comes back for its microbatch, a version for whoever reads it.
         which = (*key, action.mb if moves_saved(action) else action.version)

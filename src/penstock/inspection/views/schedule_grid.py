@@ -29,6 +29,7 @@ from penstock.ir.action_kinds import (
     WEIGHTS_ITEM,
 )
 from penstock.ir.grid import Timed, simulate
+from penstock.ir.memory.items import ItemClaims, is_brought, is_let_go
 from penstock.ir.schedule import ADDERS, COPIES, MESSAGES, READERS, SUM_USERS, Action, Schedule
 
 # In the grid an action is a bar, a note behind the computation before it, or not there unless it is marked.
@@ -59,10 +60,17 @@ class TimedCopy(NamedTuple):
 
 
 def copies(line: Sequence[Timed]) -> Iterator[TimedCopy]:
-    """Yield the copies of a rank, whose actions come with their start and finish."""
-    for place, (action, _, begins) in enumerate(line):
+    """Yield the copies of a rank, whose actions come with their start and finish. What is claimed once more is not
+    copied, and a claim that is not the last one ends without a wait."""
+    claims, moving = ItemClaims(), list[Timed]()
+    for timed in line:
+        action = timed[0]
+        claimed = (is_brought(action) or is_let_go(action)) and action.item != SAVED_ITEM
+        if not claimed or claims.change(action):
+            moving.append(timed)
+    for place, (action, _, begins) in enumerate(moving):
         if action.kind in COPIES:
-            ends = (start for other, start, _ in line[place + 1 :] if _awaits(other, action))
+            ends = (start for other, start, _ in moving[place + 1 :] if _awaits(other, action))
             yield TimedCopy(action, begins, next(ends, line[-1][2]))
 
 
@@ -71,7 +79,8 @@ def _awaits(other: Action, copy: Action) -> bool:
     if other.stage != copy.stage:
         return False
     if copy.kind == COPY_OUT:
-        return (other.kind, other.item, other.version, other.mb) == (LET_GO, copy.item, copy.version, copy.mb)
+        number = other.mb if copy.item == WEIGHTS_ITEM else copy.mb
+        return (other.kind, other.item, other.version, other.mb) == (LET_GO, copy.item, copy.version, number)
     if other.kind not in _USERS[copy.item[0]]:
         return False
     if copy.item[0] == CHUNK_ITEM:

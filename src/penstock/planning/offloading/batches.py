@@ -21,6 +21,7 @@ from penstock.passes.memory.offload import FEWEST_STAGES, MOVE_WEIGHTS
 from penstock.passes.planner.packed import MOST_STAGES
 from penstock.passes.planner.plan import PipelinePlan
 from penstock.passes.planner.profile import Profile
+from penstock.passes.schedules.schedule import PACK_SCHEDULES
 from penstock.planning.choice import Search
 from penstock.planning.options import SearchOptions
 from penstock.planning.plan import Plan
@@ -53,14 +54,16 @@ class Searching(Protocol):
     def carried_out(self, plan: PipelinePlan, profile: Profile) -> Plan: ...
 
 
-def worth_trying(options: SearchOptions) -> Sequence[str]:
-    """Return the schedules of those asked for that may be the fastest. Weights move where a device has several stages;
-    where they stay, the schedules that move them the least are no faster than others."""
+def schedules_to_search(options: SearchOptions) -> Sequence[str]:
+    """Return the schedules of those asked for that may be the fastest. Weights move where a device has three stages or
+    more. Where they stay, the schedules that move them the least are no faster than the same with more turns."""
     if options.offload in MOVE_WEIGHTS:
-        worth = tuple(kind for kind in options.schedules if kind in PACKED)
+        few = {kind for kind, row in PACK_SCHEDULES.items() if max(row.each) < FEWEST_STAGES}
+        left_out = {*TRAINING, *few}
     else:
-        worth = tuple(kind for kind in options.schedules if kind not in WRAPPED)
-    return worth or options.schedules
+        delays = {PACK_SCHEDULES[kind].delay for kind in options.schedules if kind in {*PACKED} - {*WRAPPED}}
+        left_out = {kind for kind in WRAPPED if PACK_SCHEDULES[kind].delay in delays}
+    return tuple(kind for kind in options.schedules if kind not in left_out) or options.schedules
 
 
 def fastest_elsewhere(
@@ -69,8 +72,8 @@ def fastest_elsewhere(
     """Return the fastest plan in which something is elsewhere. `searching` gives the search with the fewest stages on
     a device that has several. Where weights move, less is on a device that has more of them."""
     errors = list[_Refusal]()
-    counts = range(FEWEST_STAGES, MOST_STAGES + 1) if options.offload in MOVE_WEIGHTS else (1,)
-    for fewest in counts:
+    numbers = range(FEWEST_STAGES, MOST_STAGES + 1) if options.offload in MOVE_WEIGHTS else (1,)
+    for fewest in numbers:
         try:
             return _with_fewest(cluster, options, searching, fewest)
         except DoesNotFit as error:
