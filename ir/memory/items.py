@@ -48,7 +48,7 @@ class Image:
 
     @property
     def holds_weights(self) -> bool:
-        """Return whether these are weights, which may be claimed several times. Other items have one use for each CI."""
+        """Return whether these are weights, which may be claimed several times. Others are brought once for a use."""
         return all(var.role == PARAM for var in self.variables.values())
 
     @property

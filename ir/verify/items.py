@@ -5,8 +5,8 @@ stage: is it on the device, and has it changed since it was copied to its home?
 
     resident   a computation that touches an item stands behind its CI, and before its L
     home       L lets go of no only copy: CO stands behind the last computation that changed it
-    once       nothing is brought that is there, but weights, which are claimed; copied out that did not change, or let go
-               of that is away; and each CI has its L
+    once       nothing is brought that is there, but weights, which are claimed; nothing is copied out that did not
+               change, or let go of that is away; and each CI has its L
     seam       a run ends with every item at home, where a checkpoint takes it from
     version    of weights in two versions the one that is read is brought, is at home then, and room for the one that is
                made

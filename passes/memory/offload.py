@@ -20,7 +20,6 @@ Where devices have too little memory for all saved sets, no more of these go tha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +34,7 @@ from penstock.support.errors import UsageError
 from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
-from .overlap_that_fits import fits_devices, later_peaks
+from .overlap_that_fits import fits_devices, later_peaks, too_small
 from .saved_elsewhere import Numbers, longest_away, with_saved_sets
 from .weights_elsewhere import movable_weights, with_weights
 
@@ -100,6 +99,9 @@ def _as_few_sets(module: Module, options: OffloadOptions, most: Module, *, ahead
     if not away or fits_devices(kept) or not fits_devices(most):
         return most
     homes = [stage.index for stage in most.stages if stage.home]
+    devices_of: dict[tuple[int, ...], set[str]] = {}
+    for pack, device in zip(map(tuple, most.rank_packs()), most.rank_devices(), strict=True):
+        devices_of.setdefault(pack, set()).add(device)
 
     def moved(counts: Mapping[tuple[int, ...], int]) -> Module:
         numbers: dict[int, list[int]] = {}
@@ -113,23 +115,11 @@ def _as_few_sets(module: Module, options: OffloadOptions, most: Module, *, ahead
     few, enough = dict.fromkeys(away, -1), {pack: len(sets) for pack, sets in away.items()}
     while any(enough[pack] - few[pack] > 1 for pack in away):
         middle = {pack: max(few[pack] + 1, (few[pack] + enough[pack]) // 2) for pack in away}
-        tight = {*_short_of_memory(moved(middle))}
-        for pack in away:
-            (few if pack in tight else enough)[pack] = middle[pack]
+        tight = too_small(moved(middle))
+        for pack, count in middle.items():
+            (few if tight & devices_of[pack] else enough)[pack] = count
     result = moved(enough)
     return result if fits_devices(result) else most
-
-
-def _short_of_memory(module: Module) -> Iterator[tuple[int, ...]]:
-    """Yield the stages of each rank whose device has too little memory for its ranks."""
-    assert module.cluster is not None
-    devices, peaks, used = module.rank_devices(), later_peaks(module), Counter[str]()
-    for rank, peak in peaks.items():
-        used[devices[rank]] += peak
-    for rank, pack in enumerate(module.rank_packs()):
-        memory = module.cluster.device(devices[rank]).memory
-        if memory and used[devices[rank]] > memory:
-            yield tuple(pack)
 
 
 def _moved_for_nothing(kept: Mapping[int, int], moved: Mapping[int, int], module: Module) -> Iterator[int]:

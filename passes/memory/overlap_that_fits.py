@@ -44,8 +44,13 @@ def later_peaks(module: Module) -> dict[int, int]:
 
 def fits_devices(module: Module) -> bool:
     """Return whether all that lives on a device fits into its memory, with the kernels and drops of later passes."""
+    return not too_small(module)
+
+
+def too_small(module: Module) -> set[str]:
+    """Return the devices whose memory is too small for all that lives there, and what is taken of it beside."""
     assert module.cluster is not None
-    devices, used = module.rank_devices(), Counter[str]()
+    devices, used, cluster = module.rank_devices(), Counter[str](), module.cluster
     for rank, peak in later_peaks(module).items():
-        used[devices[rank]] += peak
-    return all(used[name] <= (module.cluster.device(name).memory or used[name]) for name in used)
+        used[devices[rank]] += peak + cluster.device(devices[rank]).taken
+    return {name for name, nbytes in used.items() if nbytes > (cluster.device(name).memory or nbytes)}

@@ -123,8 +123,10 @@ def _with_moves(module: Module, program: Program, stages: Collection[int]) -> Pr
 
 
 def _moves_of_weights(module: Module, batch: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, Action]]:
-    """Yield the moves of weights of a rank, each with the place that it stands in front of. Copies out are ahead of what
-    goes, and that of what comes, but at the beginning, where the claim of the batch before ends."""
+    """Yield the moves of weights of a rank, each with the place that it stands in front of.
+
+    Copies out are ahead of what goes, and that of what comes, but at the beginning, where the claim of the batch before
+    ends."""
     assert module.schedule is not None
     m, length = module.schedule.microbatches, len(batch)
     unrolled = [action.shifted(k, m) for k in range(_LISTS) for action in batch]
