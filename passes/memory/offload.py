@@ -93,33 +93,35 @@ def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Modu
 
 def _as_few_sets(module: Module, options: OffloadOptions, most: Module, *, ahead: bool) -> Module:
     """Return a module with no more saved sets elsewhere than memory asks for, where devices have too little for all of
-    them and enough with `most` elsewhere. Those that are away during most computations go."""
-    away = longest_away(most)
-    kept = _without_variables(module, options, ahead=ahead)
-    if not away or fits_devices(kept) or not fits_devices(most):
+    them and enough with `most` elsewhere. Those that are away during most computations go, and all of devices whose
+    memory is not stated."""
+    groups = longest_away(most)
+    if not groups or too_small(most) or not too_small(_without_variables(module, options, ahead=ahead)):
         return most
+    assert module.cluster is not None
     homes = [stage.index for stage in most.stages if stage.home]
-    devices_of: dict[tuple[int, ...], set[str]] = {}
-    for pack, device in zip(map(tuple, most.rank_packs()), most.rank_devices(), strict=True):
-        devices_of.setdefault(pack, set()).add(device)
+    devices = [{most.rank_devices()[rank] for rank in group.ranks} for group in groups]
 
-    def moved(counts: Mapping[tuple[int, ...], int]) -> Module:
-        numbers: dict[int, list[int]] = {}
-        for pack, count in counts.items():
-            for stage, number in away[pack][:count]:
-                numbers.setdefault(stage, []).append(number)
+    def moved(counts: Sequence[int]) -> Module:
+        numbers: dict[int, set[int]] = {}
+        for group, count in zip(groups, counts, strict=True):
+            for stage, number in group.sets[:count]:
+                numbers.setdefault(stage, set()).add(number)
         sets = _without_saved_sets(module, homes, options.space, alone=False, moving=numbers)
         return _without_variables(sets, options, ahead=ahead)
 
-    # So many of each rank's sets are too few, and so many are enough.
-    few, enough = dict.fromkeys(away, -1), {pack: len(sets) for pack, sets in away.items()}
-    while any(enough[pack] - few[pack] > 1 for pack in away):
-        middle = {pack: max(few[pack] + 1, (few[pack] + enough[pack]) // 2) for pack in away}
-        tight = too_small(moved(middle))
-        for pack, count in middle.items():
-            (few if tight & devices_of[pack] else enough)[pack] = count
+    # So many sets of each group are too few, and so many are enough.
+    enough = [len(group.sets) for group in groups]
+    limited = [all(module.cluster.device(name).memory for name in names) for names in devices]
+    few = [-1 if limit else count - 1 for limit, count in zip(limited, enough, strict=True)]
+    while any(most_known - least_known > 1 for least_known, most_known in zip(few, enough, strict=True)):
+        tried = [max(low + 1, (low + high) // 2) for low, high in zip(few, enough, strict=True)]
+        short = too_small(moved(tried))
+        for group, count in enumerate(tried):
+            if enough[group] - few[group] > 1:
+                (few if short & devices[group] else enough)[group] = count
     result = moved(enough)
-    return result if fits_devices(result) else most
+    return most if too_small(result) else result
 
 
 def _moved_for_nothing(kept: Mapping[int, int], moved: Mapping[int, int], module: Module) -> Iterator[int]:

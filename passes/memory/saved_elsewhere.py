@@ -46,14 +46,21 @@ def with_saved_sets(module: Module, homes: Mapping[int, str], moving: Numbers | 
     return module.but(stages=stages, schedule=schedule)
 
 
-def longest_away(module: Module) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """List the sets that are elsewhere, by stage and number in the batch, for the stages of each rank: those that are
-    away during most computations first."""
+@dataclass(frozen=True, slots=True)
+class AwaySets:
+    """The sets of the same stages and microbatches that some ranks have elsewhere, by stage and number in the batch:
+    those that are away during most computations first."""
+
+    ranks: tuple[int, ...]
+    sets: tuple[tuple[int, int], ...]
+
+
+def longest_away(module: Module) -> list[AwaySets]:
+    """List the sets that are elsewhere. Replicas have other microbatches, the ranks of a team the same."""
     assert module.schedule is not None
-    schedule, packs = module.schedule, [tuple(pack) for pack in module.rank_packs()]
-    away: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
-    for rank, pack in enumerate(packs):
-        waits, gone, computed = away.setdefault(pack, {}), dict[tuple[int, int], int](), 0
+    schedule, groups = module.schedule, dict[tuple[tuple[int, int], ...], list[int]]()
+    for rank in schedule.ranks:
+        waits, gone, computed = dict[tuple[int, int], int](), dict[tuple[int, int], int](), 0
         for a in schedule.expand(rank, _LISTS):
             computed += a.kind in COMPUTE
             if a.item == SAVED_ITEM and a.kind == COPY_OUT:
@@ -61,7 +68,9 @@ def longest_away(module: Module) -> dict[tuple[int, ...], list[tuple[int, int]]]
             elif a.item == SAVED_ITEM and a.kind == COPY_IN:
                 key = a.stage, a.mb % schedule.microbatches
                 waits[key] = max(waits.get(key, 0), computed - gone[a.stage, a.mb])
-    return {pack: sorted(waits, key=lambda key: (-waits[key], key)) for pack, waits in away.items() if waits}
+        if waits:
+            groups.setdefault(tuple(sorted(waits, key=lambda key: (-waits[key], key))), []).append(rank)
+    return [AwaySets(tuple(ranks), sets) for sets, ranks in groups.items()]
 
 
 def _moved(schedule: Schedule, stage: int, numbers: Collection[int] | None) -> Schedule:

@@ -243,8 +243,8 @@ class _Searching:
             raise DoesNotFit(
                 f"there is no plan of {' or '.join(options.schedules)}",
                 where="planner",
-                hint="several stages on a device need two devices, and microbatches that can be dealt to them; "
-                "--schedule 1f1b has plans",
+                hint="several stages on a device need a model with as many places to cut, and microbatches that can be "
+                "dealt; --schedule 1f1b has plans, where weights stay",
             )
         raise _all_refused(self.refused)
 
@@ -264,8 +264,9 @@ class _Searching:
             orders += [ordered, ordered[::-1]]
         if len(kinds) == len(self.options.schedules):
             # Nothing else was asked for: where microbatches cannot be dealt to all devices, fewer are tried.
-            longest = max(orders, key=len, default=tuple(range(len(result.fleet))))
-            orders += [longest[:count] for count in range(len(longest), 1, -1)]
+            several = [order for order in orders if len(order) > 1]
+            longest = max(several, key=len, default=tuple(range(len(result.fleet))))
+            orders += [longest[:count] for count in range(len(longest), 0 if self.fewest > 1 else 1, -1)]
         try:
             return pack(result.planner, self._simulated, kinds, list(dict.fromkeys(orders)), self.fewest)
         except KeyboardInterrupt:

@@ -99,8 +99,7 @@ def test_what_is_claimed_once_more_is_not_copied() -> None:
     # Two stages of each batch but the first.
     assert len(claimed) - len(came) == 2 * 2
     assert {action.stage for action in claimed[-3:]} - {action.stage for action in came if action.mb == 2} <= {0, 1}
-    for copy in copies(line):
-        if (copy.action.kind, copy.action.item, copy.action.stage, copy.action.mb) == ("CO", "w", 0, 1):
-            goes = [start for action, start, _ in line if (action.kind, action.item, action.stage) == ("L", "w", 0)]
-            assert copy.awaited in goes
-            assert copy.awaited > copy.begins
+    (out,) = (copy for copy in copies(line) if str(copy.action) == "0CO1:w")
+    goes = [start for action, start, _ in line if (action.kind, action.item, action.stage) == ("L", "w", 0)]
+    assert out.awaited in goes
+    assert out.awaited > out.begins

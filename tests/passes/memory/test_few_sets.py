@@ -110,3 +110,30 @@ def test_fewer_sets_need_less_room_and_time(case: str) -> None:
 def at_home(module: Module) -> int:
     of_spaces: Mapping[tuple[str, str], dict[int, int]] = home_bytes(module)
     return sum(sum(held.values()) for held in of_spaces.values())
+
+
+def of_replicas(offload: str, memory: tuple[int, int] = (0, 0)) -> Module:
+    """One stage on two devices, each of which runs half of the microbatches."""
+    local = Cluster.local(2)
+    devices = [
+        replace(d, spaces=(("ram", nbytes),) if nbytes else ()) for d, nbytes in zip(local.devices, memory, strict=True)
+    ]
+    cluster = replace(local, devices=tuple(devices), spaces=(Space("disk"),))
+    options = PipelineOptions(schedule="gpipe", microbatches=2 * M, offload=offload, recompute="none", shares=(M, M))
+    calls = training_pipeline({"kind": "adamw", "lr": 0.001}, {"devices": ("cpu:0 cpu:1",)}, options)
+    return run_passes(chain_model([48] * (LAYERS + 1), [], rows=64).but(cluster=cluster), calls, PASSES)
+
+
+def test_a_replica_with_room_keeps_its_sets() -> None:
+    """The control: with memory that is not stated all of them go, as asked."""
+    all_away, kept = of_replicas("activations"), of_replicas("none")
+    least, most = peaks(all_away)[0], peaks(kept)[0]
+    module = of_replicas("activations", ((least + most) // 2, 2 * most))
+    verify(module)
+    ranks = module.schedule.ranks
+    moving = [{a.mb for a in ranks[rank].batch if moves_saved(a)} for rank in ranks]
+    assert moving[0]
+    assert not moving[1]
+    assert peaks(module)[0] <= (least + most) // 2
+    unknown = of_replicas("activations", ((least + most) // 2, 0))
+    assert any(moves_saved(a) for a in unknown.schedule.ranks[1].batch)

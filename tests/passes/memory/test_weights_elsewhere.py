@@ -72,7 +72,7 @@ def test_numbers_are_the_same_bit_for_bit(case: str) -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "wrap"])
 @pytest.mark.parametrize(("packs", "m"), [(3, 1), (4, 1), (3, 2), (4, 6)])
 @pytest.mark.parametrize("guard", [{}, {"clip": 0.5}], ids=["", "clipped"])
-def test_every_program_is_legal(monkeypatch, optimizer: str, schedule: str, packs: int, m: int, guard: dict) -> None:
+def test_every_program_is_legal(optimizer: str, schedule: str, packs: int, m: int, guard: dict) -> None:
     """With one microbatch and few stages updates stand close to each other."""
     for devices in (1, 2):
         widths = [6] * (devices * packs + 1)

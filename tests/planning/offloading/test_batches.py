@@ -196,6 +196,7 @@ def test_weights_move_on_one_device_too(model: ps.Model) -> None:
     [
         (("1f1b", "interleaved", "wrap"), "none", ("1f1b", "interleaved")),
         (("1f1b", "wrap"), "none", ("1f1b", "wrap")),
+        (("zb-v", "wrap"), "none", ("zb-v", "wrap")),
         (("interleaved-2bw", "wrap", "wrap-2bw"), "none", ("interleaved-2bw", "wrap")),
         (("1f1b", "zb-v", "interleaved", "wrap"), "weights", ("interleaved", "wrap")),
         (("1f1b",), "all", ("1f1b",)),

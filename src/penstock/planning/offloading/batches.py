@@ -61,7 +61,8 @@ def schedules_to_search(options: SearchOptions) -> Sequence[str]:
         few = {kind for kind, row in PACK_SCHEDULES.items() if max(row.each) < FEWEST_STAGES}
         left_out = {*TRAINING, *few}
     else:
-        delays = {PACK_SCHEDULES[kind].delay for kind in options.schedules if kind in {*PACKED} - {*WRAPPED}}
+        alike = [PACK_SCHEDULES[kind] for kind in options.schedules if kind in {*PACKED} - {*WRAPPED}]
+        delays = {row.delay for row in alike if not row.folded}
         left_out = {kind for kind in WRAPPED if PACK_SCHEDULES[kind].delay in delays}
     return tuple(kind for kind in options.schedules if kind not in left_out) or options.schedules
 
