@@ -243,8 +243,10 @@ class _Searching:
             raise DoesNotFit(
                 f"there is no plan of {' or '.join(options.schedules)}",
                 where="planner",
-                hint="several stages on a device need a model with as many places to cut, and microbatches that can be "
-                "dealt; --schedule 1f1b has plans, where weights stay",
+                hint="several stages on a device need two devices, and microbatches that can be dealt to them; "
+                "--schedule 1f1b has plans"
+                if self.fewest == 1
+                else "weights move where the model can be cut into three stages for each device",
             )
         raise _all_refused(self.refused)
 
