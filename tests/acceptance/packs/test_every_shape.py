@@ -24,7 +24,7 @@ from penstock.support.errors import UsageError, VerifyError
 
 DEVICES, STAGES, MICROBATCHES, LAYERS = range(1, 7), range(2, 5), range(1, 13), 24
 SHAPES = [(d, v) for d in DEVICES for v in STAGES]
-# A shape that is run in every test; the others are for those who have an hour.
+# A shape that is always run; the others take ten minutes.
 SMALL = (2, 3)
 
 
