@@ -3,7 +3,8 @@ used, and a split that never changes. And how much of the memory of chunks holds
 
 The simulator knows the computations of a rank and which stage's weights each of them takes, in the order of the trace;
 no action that moves anything. It plays several batches: a run begins with no weights on the device. As in a program, the
-weights of the next stage have their memory while the present one computes, so neither of both may go."""
+weights of the next stage have their memory while the present one computes, so neither of both may go. With room for two
+stages one alone may go: there the least recently used is the same. The control is another order."""
 
 from __future__ import annotations
 

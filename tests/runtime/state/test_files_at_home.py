@@ -18,7 +18,9 @@ from penstock.ir.memory.saved_sets import most_sets_at_home, saved_set
 from penstock.models import write_mlp
 from penstock.runtime.state.home_files import room_of
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux lists the files that a process holds open"
+)
 
 CASES = {
     "state in chunks": ("1f1b", 1, "state"),
