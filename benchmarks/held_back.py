@@ -22,6 +22,9 @@ at once, and take turns of some steps. Plans of several hosts run one after the 
 with steps that are not counted, as they touch new memory. A rival that is a fifth slower than the quickest after a
 round runs no further ones; on one host it runs none if its last uncounted step takes half as long again.
 
+The speed of the machine, as products of torch show it, is measured with the rates, and before and after each cell.
+Predictions are for the speed of that time. A cell does not count where the two differ by more than a tenth.
+
 Ratios are those of medians of steps. Steps of one run may be a tenth slower than those of the next, so cells whose
 chosen plan is over the goal at worst are run once more, and steps of both runs count (x2 in the table). Memory is the
 peak of each rank of the chosen plan beside its prediction, with what a worker takes beside its tensors, which is more
@@ -48,7 +51,7 @@ from cell_options import begin_cells, cell_parser
 from held_back_clusters import CLUSTERS, Drawn, measured_file, missing, quotas_in_use, while_waiting
 from held_back_runs import Contest, run_on_hosts, take_turns
 from machine import load as load_of_machine
-from machine import markdown, processor, system, versions
+from machine import markdown, processor, speed, system, versions
 from truth import beside_tensors
 from truth_runs import load, save
 
@@ -62,6 +65,8 @@ from penstock.support.errors import PenstockError
 
 MICROBATCHES = 4
 CHOSEN, QUICK = "chosen", "chosen with quick rates"
+# How much the speed of the machine may change while a cell runs.
+STEADY = 0.1
 
 
 def _mlp(path: Path) -> Path:
@@ -257,8 +262,8 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     return {
         "chosen": plans[CHOSEN]["seconds"] / quickest,
         "quick": plans[QUICK]["seconds"] / quickest,
-        "predicted": plans[CHOSEN]["predicted"] / plans[CHOSEN]["seconds"],
-        "predicted quick": plans[QUICK]["predicted"] / plans[QUICK]["seconds"],
+        "predicted": plans[CHOSEN]["predicted"] / plans[CHOSEN]["seconds"] / row.get("speed", 1.0),
+        "predicted quick": plans[QUICK]["predicted"] / plans[QUICK]["seconds"] / row.get("speed", 1.0),
         "memory": max(memory, key=lambda ratio: abs(ratio - 1), default=1.0),
     }
 
@@ -342,6 +347,7 @@ def rates_of(report: dict[str, Any], path: Path | None) -> None:
         rates = known.setdefault(kind, {})
         for quota in (0.0, *quotas_in_use()):
             if f"{quota:g}" not in rates:
+                known.setdefault("speeds", []).append(speed())
                 what = f"a device with {quota:g} of a core" if quota else "two devices and their links"
                 print(f"rates of {what} ({kind})", file=sys.stderr, flush=True)
                 rates[f"{quota:g}"] = measured_file(quota, kind)
@@ -379,7 +385,14 @@ def main() -> int:
             continue
         if time.monotonic() - begin > 60 * arguments.minutes:
             break
+        before = speed()
         row = measure(drawn, name, report["known"])
+        after = speed()
+        if abs(after / before - 1) > STEADY:
+            print(f"{cell}: not counted, as the machine has {after / before:.2f} of its speed before", file=sys.stderr)
+            continue
+        if at_rates := report["known"].get("speeds"):
+            row["speed"] = (before + after) / 2 / statistics.median(at_rates)
         if known is None:
             report["rows"].append(row)
         else:

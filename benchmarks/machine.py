@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +45,20 @@ def versions(*names: str) -> str:
 
 def load() -> str:
     return " ".join(f"{x:.2f}" for x in os.getloadavg()) + " (1, 5, 15 minutes)"
+
+
+def speed(seconds: float = 1.0) -> float:
+    """Measure how many products of floats a second one thread of torch takes now, in the median."""
+    import torch  # lazy: heavy
+
+    torch.set_num_threads(1)
+    one, other, found = torch.ones(512, 512), torch.ones(512, 512), list[float]()
+    end = time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < end:
+        for _ in range(8):
+            one @ other
+        found.append(8 * 512**3 / (time.perf_counter() - begin))
+    return statistics.median(found)
 
 
 def _field(path: str, name: str) -> str | None:
