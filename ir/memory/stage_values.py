@@ -14,15 +14,15 @@ from penstock.ir.schedule import COMPUTE, PHASES, SAVERS
 
 from .saved_sets import saved_set
 from .update_parts import computation_of, update_parts
-from .workspace import planned_blocks
+from .workspace import planned_blocks, planned_changes
 
 # A value that has memory: its name, its bytes, and whether it is fed.
 StoredValue = tuple[str, int, bool]
 
 
 class StageValues:
-    """The values of a stage. `workspaces` are the blocks of a call by what is computed, `stored` the values that a
-    graph takes (True) and returns. `kept` stays behind each kind of action once all is sent, `needed` until then.
+    """The values of a stage. `workspaces` are the blocks of temporaries of a call by what is computed, `calls` how they
+    and results come and go, `stored` the values that a graph takes (True) and returns. `kept` stays behind each kind of action once all is sent, `needed` until then.
     `handed` is taken by other stages of the rank, by phase and stage."""
 
     def __init__(self, module: Module, stage: int, pack: Collection[int]) -> None:
@@ -30,6 +30,7 @@ class StageValues:
         parts = update_parts(module, stage).values()
         called = {**self.graphs, **{computation_of(part): part for part in parts}}
         self.workspaces = {name: planned_blocks(graph) for name, graph in called.items()}
+        self.calls = {name: planned_changes(graph) for name, graph in called.items()}
         leaving = [edge for edge in module.edges if edge.src == stage]
         self.sent = {
             kind: {v.name for e in leaving if e.phase == kind and e.dst not in pack for v in e.values}

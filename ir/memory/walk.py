@@ -38,6 +38,7 @@ from penstock.ir.sharding.tile_messages import EdgeEnds, ends_of, tile_messages
 from .account import BEFORE, Life
 from .saved_sets import moves_saved
 from .stage_values import StageValues, StoredValue, saved_values
+from .workspace import Change
 
 # The runtime posts the receives among the next so many actions; a computation with its sends, receives and drop is at
 # most five of them. It posts at most so many of one channel: one that arrives while its predecessor is worked on, one
@@ -179,15 +180,13 @@ class Walk:
     def _compute(self, action: Action) -> None:
         stage, kind, holder = self.stages[action.stage], action.kind, _holder(action)
         self._hold(holder, stage.stored[kind, True])
-        self._hold(holder, stage.stored[kind, False])
-        self._call(stage.workspaces[kind])
+        self._call(holder, stage.calls[kind], stage.stored[kind, False])
         self._hand_over(action)
         self._keep(holder, stage.needed[kind])
 
     def _hand_out(self, action: Action) -> None:
         stage = self.stages[action.stage]
-        self._hold(_holder(action), stage.stored[action.kind, False])
-        self._call(stage.workspaces[action.kind])
+        self._call(_holder(action), stage.calls[action.kind], stage.stored[action.kind, False])
         self._hand_over(action)
 
     def _hand_over(self, action: Action) -> None:
@@ -202,8 +201,8 @@ class Walk:
     def _update(self, action: Action) -> None:
         stage, holder = self.stages[action.stage], _holder(action)
         sent = stage.sent[UPDATE]
-        self._hold(holder, [row for row in stage.stored[action.kind, False] if row[0] in sent])
-        self._call(stage.workspaces[action.computation])
+        left = [row for row in stage.stored[action.kind, False] if row[0] in sent]
+        self._call(holder, stage.calls[action.computation], left)
         if not action.item:
             self._keep(holder, sent)
 
@@ -349,11 +348,15 @@ class Walk:
 
     # ---------------------------------------------------------------------------------------- values
 
-    def _call(self, blocks: Sequence[int]) -> None:
-        """Call a graph, whose temporaries live during the call only."""
-        for sign in (1, -1):
-            for size in blocks:
-                self.made.change(size, sign)
+    def _call(self, holder: _Holder, changes: Sequence[Change], results: Sequence[StoredValue]) -> None:
+        """Call a graph: its temporaries come and go, and what a kernel makes of the results stays."""
+        rows = {row[0]: row for row in results}
+        for nbytes, result in changes:
+            if not result:
+                self.made.change(abs(nbytes), 1 if nbytes > 0 else -1)
+            elif result in rows:
+                self._hold(holder, (rows[result],))
+        self._hold(holder, results)
         self._note()
 
     def _note(self) -> None:

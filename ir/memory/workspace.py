@@ -1,21 +1,24 @@
-"""The blocks of memory that one call of a compiled graph takes for its temporaries.
+"""The blocks of memory that one call of a compiled graph takes for its temporaries and results.
 
-In: a graph, fused or not. Out: their sizes in bytes.
+In: a graph, fused or not. Out: their sizes in bytes, and the order in which they come and go.
 
 Values live from the kernel that makes them to the last one that reads them. The operand of a collective lives until it
 is waited for: just before the first kernel that reads the result, or else at the end. Inside a kernel, and for
 operations computed where they are read, nothing is stored. Kernels run in the order the back end runs them in: as early
 as the last of their operations allows. Variables, inputs and results have memory elsewhere. A block is used again for a
 later value of the same element type: the smallest free one that is large enough and at most FAR times too large, else
-the largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory), and blocks are held until
-the call ends. Known limit: copies that the back end makes of variables, which a graph changes before it last needs what
-it read, are not counted.
+the largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory). A block is given back
+behind the last kernel that reads a value in it, and a result of the same call may have it then. But what comes from a
+kernel with several outputs stays until the call ends: TVM lets go of values, not of the tuple that they are in. Known
+limit: copies that the back end makes of variables, which a graph changes before it last needs what it read, are not
+counted.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,25 +61,48 @@ def kernels_in_order(graph: Graph) -> list[KernelRun]:
     return [KernelRun(kernels[k], reads[k]) for k in _order(graph, kernels, reads)]
 
 
-@dataclass(slots=True)
-class _PlannedBlock:
+class Change(NamedTuple):
+    """A block that a call takes, or gives back (bytes below 0): a result by its name, or one of temporaries."""
+
     bytes: int
+    result: str
 
 
-_BLOCKS = Derived[list[int]](__name__, "blocks")
+@dataclass(slots=True, eq=False)
+class _PlannedBlock:
+    """A block, and the kernels that take it and give it back, by their places in order. It `stays` until the call ends
+    where a tuple has it."""
+
+    bytes: int
+    taken: int
+    given: int = 0
+    stays: bool = False
+
+
+class _Call(NamedTuple):
+    blocks: list[int]
+    changes: list[Change]
+
+
+_CALL = Derived[_Call](__name__, "call")
 
 
 def planned_blocks(graph: Graph) -> list[int]:
-    """Return the bytes of every block. Values go by their names, which are single in a graph. A graph is planned once
-    for the verifier, the plan and reports."""
-    blocks = graph.keep(_BLOCKS, _planned)
-    return list(blocks)
+    """Return the bytes of every block of temporaries. Values go by their names, which are single in a graph. A graph is
+    planned once for the verifier, the plan and reports."""
+    return list(graph.keep(_CALL, _planned).blocks)
 
 
-def _planned(graph: Graph) -> list[int]:
+def planned_changes(graph: Graph) -> list[Change]:
+    """Return how blocks come and go during a call. Results stay, and only those that kernels make are among them."""
+    return graph.keep(_CALL, _planned).changes
+
+
+def _planned(graph: Graph) -> _Call:
     kernels, makers = _kernels(graph)
-    buffers = (v for op in graph.ops if op.kind in ("read", "take", "put") for v in op.outs)
-    outside = {v.name for values in (graph.ins, graph.results, buffers) for v in values}
+    buffers = {v.name for op in graph.ops if op.kind in ("read", "take", "put") for v in op.outs}
+    results = {v.name for v in graph.results} - buffers
+    outside = {v.name for v in graph.ins} | results | buffers
     reads = [_reads(kernel, makers) for kernel in kernels]
     order = _order(graph, kernels, reads)
     waits = _waits(kernels, order, reads)
@@ -85,27 +111,53 @@ def _planned(graph: Graph) -> list[int]:
     free: dict[str, list[_PlannedBlock]] = {}
     home: dict[str, tuple[_PlannedBlock, str]] = {}
     blocks: list[_PlannedBlock] = []
+    made: list[list[Change]] = [[] for _ in order]
 
-    def release(names: Iterable[str], at: int) -> None:
+    def release(names: Iterable[str], at: int, behind: int) -> None:
         for name in names:
             if name in home and last[name] == at:
                 block, dtype = home.pop(name)
+                block.given = len(order) if block.stays else behind
                 spare = free[dtype]
                 spare.insert(bisect_left(spare, block.bytes, key=lambda b: b.bytes), block)
 
     for i, k in enumerate(order):
-        release((name for name in waits[i] if name not in reads[k]), i)
-        for op in kernels[k]:
-            for value in op.outs:
-                if value.name not in outside and last.get(value.name, -1) > i:
-                    dtype, size = value.type.dtype, value.type.nbytes
-                    home[value.name] = _reused(free.setdefault(dtype, []), size) or _added(blocks, size), dtype
-        release(reads[k], i)
-    return [block.bytes for block in blocks]
+        release((name for name in waits[i] if name not in reads[k]), i, i - 1)
+        stored = [
+            value
+            for op in kernels[k]
+            for value in op.outs
+            if value.name in results or value.name not in outside and last.get(value.name, -1) > i
+        ]
+        in_tuple = len(stored) + _changed_variables(kernels[k]) > 1
+        for value in stored:
+            dtype, size = value.type.dtype, value.type.nbytes
+            if value.name in results:
+                made[i].append(Change(size, value.name))
+                continue
+            block = _reused(free.setdefault(dtype, []), size) or _added(blocks, size, i)
+            block.given, block.stays = len(order), block.stays or in_tuple
+            home[value.name] = block, dtype
+        release(reads[k], i, i)
+    return _Call([block.bytes for block in blocks], _in_order(blocks, made))
 
 
-def _added(blocks: list[_PlannedBlock], size: int) -> _PlannedBlock:
-    blocks.append(_PlannedBlock(size))
+def _changed_variables(kernel: Sequence[Op]) -> int:
+    return len({op.attrs["var"] for op in kernel if "var" in op.attrs and op.kind != "read"})
+
+
+def _in_order(blocks: Sequence[_PlannedBlock], made: Sequence[Sequence[Change]]) -> list[Change]:
+    """List the blocks and the results that kernels make as they come and go, kernel by kernel."""
+    taken, given = defaultdict[int, list[Change]](list), defaultdict[int, list[Change]](list)
+    for block in blocks:
+        taken[block.taken].append(Change(block.bytes, ""))
+        given[block.given].append(Change(-block.bytes, ""))
+    places = [(taken[i], made[i] if i < len(made) else (), given[i]) for i in range(len(made) + 1)]
+    return [change for place in places for part in place for change in part if change.bytes]
+
+
+def _added(blocks: list[_PlannedBlock], size: int, at: int) -> _PlannedBlock:
+    blocks.append(_PlannedBlock(size, at))
     return blocks[-1]
 
 

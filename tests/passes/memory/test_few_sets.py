@@ -102,7 +102,8 @@ def test_fewer_sets_need_less_room_and_time(case: str) -> None:
     all_away, kept = planned(case, "activations"), planned(case, "none")
     few = planned(case, "activations", (max(peaks(all_away)) + max(peaks(kept))) // 2)
     assert at_home(few) < at_home(all_away)
-    assert predict(kept).step <= predict(few).step <= predict(all_away).step
+    steps = [predict(module).step for module in (kept, few, all_away)]
+    assert all(shorter <= longer or shorter == pytest.approx(longer) for shorter, longer in pairwise(steps))
     # The oracle draws two rows for each microbatch that it is told of.
     assert same(trained(few, 32 * M), trained(kept, 32 * M))
 
