@@ -4,8 +4,9 @@
     python benchmarks/budgets.py --out DIR --width 64 --layers 5 --vocab 64 --budgets 3 --turns 1 --json x.json
 
 A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
-needs to what the plan that keeps everything needs. Each plan runs in a memory cgroup whose limit is its budget and what
-a run of a tiny model takes there. The process that starts the run is in it, too. The kernel ends what takes more.
+needs to what the plan that keeps everything needs. The rank of each plan runs in a memory cgroup whose limit is its
+budget and what the rank of a tiny model takes there. The process that starts the run leaves the group when the rank is
+there: a budget is one of a device. The kernel ends what takes more.
 
 Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
 rehearsed by itself ahead of each budget: seconds of its forward, backward and update over their estimates correct the
@@ -38,7 +39,7 @@ from typing import Any
 
 from elsewhere import Way
 from machine import load, markdown, processor, system, versions, write_json
-from memory_group import CGROUPS, MemoryGroup, enter
+from memory_group import CGROUPS, MemoryGroup, current, enter
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
@@ -111,8 +112,11 @@ class Contender:
 def train(bundle: str, group: str | None) -> None:
     """Run a turn for each line that comes."""
     if group:
+        before = current()
         enter(group)
     with Job(open_bundle(Path(bundle)), timeout=LONGEST, data=DataSpec()) as job:
+        if group:
+            enter(before)
         for _ in sys.stdin:
             steps = list(job.steps_from_data(STEPS))
             seconds = [after.at - before.at for before, after in pairwise(steps[:-1])]

@@ -51,6 +51,12 @@ class MemoryGroup:
                 time.sleep(0.1)
 
 
+def current() -> Path:
+    """Return the group that this process is in."""
+    rows = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+    return CGROUPS / next(path for _, kinds, path in rows if "memory" in kinds.split(",")).lstrip("/")
+
+
 def enter(group: str | Path) -> None:
     """Put this process into a group."""
     (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
