@@ -127,7 +127,7 @@ def _planned(graph: Graph) -> _Call:
             value
             for op in kernels[k]
             for value in op.outs
-            if value.name in results or value.name not in outside and last.get(value.name, -1) > i
+            if value.name in results or (value.name not in outside and last.get(value.name, -1) > i)
         ]
         in_tuple = len(stored) + _changed_variables(kernels[k]) > 1
         for value in stored:
