@@ -5,8 +5,8 @@
 
 A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
 needs to what the plan that keeps everything needs. The rank of each plan runs in a memory cgroup whose limit is its
-budget and what the rank of a tiny model takes there. The process that starts the run leaves the group when the rank is
-there: a budget is one of a device. The kernel ends what takes more.
+budget, and what the rank that keeps everything takes beside its plan. The process that starts the run leaves the group
+when the rank is there: a budget is one of a device. The kernel ends what takes more.
 
 Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
 rehearsed by itself ahead of each budget: seconds of its forward, backward and update over their estimates correct the
@@ -23,6 +23,7 @@ It goes on where DIR has rows of the same arguments: each row is written when it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -95,7 +96,8 @@ class Contender:
 
     def close(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # of a training that was ended
+            self.process.stdin.close()
         try:
             self.process.wait(LONGEST)
         except subprocess.TimeoutExpired:
@@ -137,25 +139,22 @@ class Budgets:
         self.cluster = with_measured_way(replace(ranks, devices=ranks.devices[:1], links=()), space, print)
         self.way = Way(self.out, MOVED, MOVED)
 
-    def plan(self, nbytes: int, width: int = 0, **settings: str) -> ps.Plan:
+    def plan(self, nbytes: int, **settings: str) -> ps.Plan:
         """Plan for a device of so many bytes, without a limit if 0."""
-        arguments, small = self.arguments, bool(width)
-        width = width or arguments.width
+        arguments = self.arguments
         model = write_gpt(
-            self.out / f"gpt-{width}.onnx", layers=arguments.layers, width=width, heads=4, vocab=64 if small else arguments.vocab,
-            positions=16 if small else arguments.positions, batch=1 if small else arguments.samples,
+            self.out / "gpt.onnx", layers=arguments.layers, width=arguments.width, heads=4, vocab=arguments.vocab,
+            positions=arguments.positions, batch=arguments.samples,
         )  # fmt: skip
-        training = ps.Training(
-            loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=2 if small else arguments.microbatches
-        )
+        training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=arguments.microbatches)
         spaces = (("ram", nbytes),) if nbytes else ()
         cluster = replace(self.cluster, devices=(replace(self.cluster.devices[0], spaces=spaces),))
         return ps.plan(ps.from_onnx(model), cluster, training, schedule="gpipe", **settings)
 
-    def bundle(self, name: str, width: int = 0, **settings: str) -> Path:
+    def bundle(self, name: str, **settings: str) -> Path:
         """Return the bundle of a plan without a limit."""
         path = self.out / name
-        return path if path.exists() else ps.compile(self.plan(0, width, **settings), path)
+        return path if path.exists() else ps.compile(self.plan(0, **settings), path)
 
     def listed(self) -> list[int]:
         """Return the budgets: from the least that any plan needs to what the plan that keeps everything needs."""
@@ -250,22 +249,22 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if "budgets" not in state:
         state["budgets"] = budgets.listed()
-    budgets.bundle("kept", recompute="none")
+    kept = budgets.bundle("kept", recompute="none")
     budgets.bundle("all", recompute="all")
-    tiny = budgets.bundle("tiny", 64, recompute="none")
     for number, nbytes in enumerate(state["budgets"]):
         if number >= len(state["rows"]):
             state["rows"].append(budgets.row(number, nbytes))
             keep()
     if arguments.only_plans:
         return state
-    group = MemoryGroup("tiny")
-    contender = Contender(tiny, group)
+    group = MemoryGroup("kept")
+    contender = Contender(kept, group)
     answer = contender.turn()
     contender.close()
     group.close()
-    assert answer is not None, "the run of the tiny model failed"
-    state["base"] = answer["resident"]
+    assert answer is not None, "the run that keeps everything failed"
+    (held,) = measure_memory(open_bundle(kept).module).values()
+    state["base"] = answer["resident"] - held.peak
     (held,) = measure_memory(open_bundle(budgets.out / "all").module).values()
     everything = Contender(budgets.out / "all")
     everything.turn()
