@@ -21,9 +21,10 @@ StoredValue = tuple[str, int, bool]
 
 
 class StageValues:
-    """The values of a stage. `workspaces` are the blocks of temporaries of a call by what is computed, `calls` how they
-    and results come and go, `stored` the values that a graph takes (True) and returns. `kept` stays behind each kind of action once all is sent, `needed` until then.
-    `handed` is taken by other stages of the rank, by phase and stage."""
+    """The values of a stage. By what is computed, `workspaces` are the blocks of temporaries of a call, and `calls` how
+    these and results come and go. `stored` are the values that a graph takes (True) and returns. `kept` stays behind
+    each kind of action once all is sent, `needed` until then. `handed` is taken by other stages of the rank, by phase
+    and stage."""
 
     def __init__(self, module: Module, stage: int, pack: Collection[int]) -> None:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}

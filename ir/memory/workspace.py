@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,12 +78,12 @@ class _PlannedBlock:
     stays: bool = False
 
 
-class _Call(NamedTuple):
+class _PlannedCall(NamedTuple):
     blocks: list[int]
     changes: list[Change]
 
 
-_CALL = Derived[_Call](__name__, "call")
+_CALL = Derived[_PlannedCall](__name__, "call")
 
 
 def planned_blocks(graph: Graph) -> list[int]:
@@ -98,7 +97,7 @@ def planned_changes(graph: Graph) -> list[Change]:
     return graph.keep(_CALL, _planned).changes
 
 
-def _planned(graph: Graph) -> _Call:
+def _planned(graph: Graph) -> _PlannedCall:
     kernels, makers = _kernels(graph)
     buffers = {v.name for op in graph.ops if op.kind in ("read", "take", "put") for v in op.outs}
     results = {v.name for v in graph.results} - buffers
@@ -111,7 +110,7 @@ def _planned(graph: Graph) -> _Call:
     free: dict[str, list[_PlannedBlock]] = {}
     home: dict[str, tuple[_PlannedBlock, str]] = {}
     blocks: list[_PlannedBlock] = []
-    made: list[list[Change]] = [[] for _ in order]
+    changes: list[list[Change]] = [[] for _ in range(len(order) + 1)]
 
     def release(names: Iterable[str], at: int, behind: int) -> None:
         for name in names:
@@ -133,27 +132,21 @@ def _planned(graph: Graph) -> _Call:
         for value in stored:
             dtype, size = value.type.dtype, value.type.nbytes
             if value.name in results:
-                made[i].append(Change(size, value.name))
+                changes[i].append(Change(size, value.name))
                 continue
             block = _reused(free.setdefault(dtype, []), size) or _added(blocks, size, i)
             block.given, block.stays = len(order), block.stays or in_tuple
             home[value.name] = block, dtype
         release(reads[k], i, i)
-    return _Call([block.bytes for block in blocks], _in_order(blocks, made))
+    for block in blocks:
+        changes[block.taken].append(Change(block.bytes, ""))
+    for block in blocks:
+        changes[block.given].append(Change(-block.bytes, ""))
+    return _PlannedCall([b.bytes for b in blocks], [change for place in changes for change in place if change.bytes])
 
 
 def _changed_variables(kernel: Sequence[Op]) -> int:
     return len({op.attrs["var"] for op in kernel if "var" in op.attrs and op.kind != "read"})
-
-
-def _in_order(blocks: Sequence[_PlannedBlock], made: Sequence[Sequence[Change]]) -> list[Change]:
-    """List the blocks and the results that kernels make as they come and go, kernel by kernel."""
-    taken, given = defaultdict[int, list[Change]](list), defaultdict[int, list[Change]](list)
-    for block in blocks:
-        taken[block.taken].append(Change(block.bytes, ""))
-        given[block.given].append(Change(-block.bytes, ""))
-    places = [(taken[i], made[i] if i < len(made) else (), given[i]) for i in range(len(made) + 1)]
-    return [change for place in places for part in place for change in part if change.bytes]
 
 
 def _added(blocks: list[_PlannedBlock], size: int, at: int) -> _PlannedBlock:
