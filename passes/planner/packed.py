@@ -6,8 +6,8 @@ every schedule for packs the plan with the shortest time by simulation, with wha
 The devices and their order are those of the plans that are given. For each number of stages on a device, and each size
 of microbatches, cuts give the busiest device as little as can be. From the fastest of these plans on cuts are moved,
 as in refine.py. Where there are few places to cut at, all plans are tried then, and the best of all is found. A plan
-is not simulated where the work of a device alone, and that of the stages before its first one, take longer than the
-best does.
+is not simulated where the work of a device alone, with its calls and messages, and that of the stages before its first
+one, take longer than the best does, or longer than packs are of use.
 
 Limits: plans as small as those that refine.py simulates; with more than `_MOST_PLANS` ways to cut, none is proven to be
 the best. All stages compute forwards again, or none.
@@ -53,10 +53,15 @@ class Packed:
 
 
 def pack(
-    planner: Planner, cluster: Cluster, schedules: Sequence[str], orders: Sequence[tuple[int, ...]], fewest: int = 1
+    planner: Planner,
+    cluster: Cluster,
+    schedules: Sequence[str],
+    orders: Sequence[tuple[int, ...]],
+    fewest: int = 1,
+    below: float = math.inf,
 ) -> dict[str, Packed]:
     """Return the best plan of every schedule for packs that one of these orders of devices has a plan for, with the
-    `fewest` stages on a device or more."""
+    `fewest` stages on a device or more. Where it takes `below` seconds or longer, it is the best near some starts."""
     best_of = {}
     for schedule in schedules:
         judge_of = SimulatedSteps(planner, cluster, judge_packs, patience=_PATIENCE)
@@ -64,7 +69,8 @@ def pack(
         plans = [plan for shape in shapes if (plan := _start(planner, shape)) is not None]
         starts = judge_of.fastest(plans, STARTS)
         best = _best_near_each(starts, judge_of, MOST_SIMULATED * (2 if len(planner.fleet) <= MOST_CHANGED else 1))
-        best, step = _best_of_all(planner, cluster, shapes, best, judge_of.step(best) if best else float("inf"))
+        step = judge_of.step(best) if best is not None else math.inf
+        best, step = _best_of_all(planner, cluster, shapes, best, step, below)
         if best is not None:
             memory = memory_of_packs(planner.table(best.size), planner.fleet, best, planner.wanted.base)
             best_of[schedule] = Packed(best, step, memory)
@@ -145,10 +151,10 @@ def _rows(planner: Planner, shape: _Shape, recompute: bool) -> list[Floats]:
 
 
 def _best_of_all(
-    planner: Planner, cluster: Cluster, shapes: Sequence[_Shape], best: PipelinePlan | None, step: float
+    planner: Planner, cluster: Cluster, shapes: Sequence[_Shape], best: PipelinePlan | None, step: float, below: float
 ) -> tuple[PipelinePlan | None, float]:
     """Return the fastest of all plans of shapes with few ways to cut, and its seconds, if it is faster than the best so
-    far."""
+    far and takes less than `below`."""
     judge_of = SimulatedSteps(planner, cluster, judge_packs, most=math.inf)
     for shape in shapes:
         if shape.ways > _MOST_PLANS:
@@ -157,8 +163,9 @@ def _best_of_all(
             rows = _rows(planner, shape, recompute)
             last = len(shape.places) - 1
             ways = [(0, *cuts, last) for cuts in combinations(range(1, last), len(shape.devices) - 1)]
-            for least, cuts in sorted((_least(planner, shape, rows, cuts), cuts) for cuts in ways):
-                if least >= step:
+            beside = _beside(planner, cluster, shape)
+            for least, cuts in sorted((_least(planner, shape, rows, cuts, beside), cuts) for cuts in ways):
+                if least >= min(step, below):
                     break
                 plan = shape.cut(cuts, recompute)
                 if judge_of.step(plan) < step:
@@ -166,18 +173,38 @@ def _best_of_all(
     return best, step
 
 
-def _least(planner: Planner, shape: _Shape, rows: Sequence[Floats], cuts: Sequence[int]) -> float:
+def _beside(planner: Planner, cluster: Cluster, shape: _Shape) -> list[tuple[float, float]]:
+    """Return for each stage the seconds that a microbatch takes beside its computations: in calls, and in messages."""
+    devices, calls = planner.fleet.devices, 2 + PACK_SCHEDULES[shape.plan.schedule].splits
+    beside, last = [], len(shape.devices) - 1
+    for stage, number in enumerate(shape.devices):
+        near = [shape.devices[other] for other in (stage - 1, stage + 1) if 0 <= other <= last]
+        # What comes and what goes, of each of the others.
+        messages = sum(
+            cluster.message_overhead(devices[a].name, devices[b].name)
+            for other in near
+            if other != number
+            for a, b in ((number, other), (other, number))
+        )
+        beside.append((calls * devices[number].call_overhead, messages))
+    return beside
+
+
+def _least(
+    planner: Planner, shape: _Shape, rows: Sequence[Floats], cuts: Sequence[int], beside: Sequence[tuple[float, float]]
+) -> float:
     """Return seconds that a batch takes at least: all work of a device, and once that of the stages before its first
     one. Where weight gradients are apart, or the pipeline never drains, the work of devices alone counts. What a device
     saves up within a quota may make each computation shorter."""
     kind = PACK_SCHEDULES[shape.plan.schedule]
     busy, before, passed = dict[int, float](), dict[int, float](), 0.0
-    for row, number, (first, last) in zip(rows, shape.devices, pairwise(cuts), strict=True):
-        device, seconds = planner.fleet.devices[number], float(row[last] - row[first])
+    for row, number, (first, last), (calls, messages) in zip(rows, shape.devices, pairwise(cuts), beside, strict=True):
+        device, seconds = planner.fleet.devices[number], float(row[last] - row[first]) + calls
         # F, B and W.
         saved = 3 * (1 - device.quota) * device.quota_period
         seconds = max(device.quota * seconds, seconds - saved) if saved else seconds
-        busy[number] = busy.get(number, 0.0) + shape.plan.count * seconds
+        messages = device.quota * messages if saved else messages
+        busy[number] = busy.get(number, 0.0) + shape.plan.count * (seconds + messages)
         before.setdefault(number, 0.0 if kind.splits or kind.delay else passed)
         passed += seconds
     return max(busy[device] + before[device] for device in busy)

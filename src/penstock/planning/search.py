@@ -225,15 +225,16 @@ class _Searching:
                     return plan
             raise
         spared, refined = self._improved(profile, result, wanted)
-        packs = {} if result.stopped else self._packs(result, refined)
+        steps = {kind: _judged_step(outcome, refined.get(kind)) for kind, (outcome, _) in spared.items()}
+        fastest = min(steps, key=steps.__getitem__)
+        worth = steps[fastest] * (1 - WORTH) if alone else math.inf
+        packs = {} if result.stopped else self._packs(result, refined, worth)
         if result.stopped and not alone:
             # What was asked for has not been searched yet.
             raise KeyboardInterrupt
-        steps = {kind: _judged_step(outcome, refined.get(kind)) for kind, (outcome, _) in spared.items()}
-        fastest = min(steps, key=steps.__getitem__)
         chosen = refined[fastest].outcome if fastest in refined else spared[fastest][0]
         outline = Search(profile, result, chosen, {}, little=spared[fastest][1], refined=refined, packs=packs)
-        packed = self._packed(outline, steps[fastest] * (1 - WORTH) if alone else math.inf)
+        packed = self._packed(outline, worth)
         plain = self._first(outline, tries(result, spared, refined, self.too_large)) if alone else None
         if packed is not None and (plain is None or packed.predicted.step < plain.predicted.step * (1 - WORTH)):
             return self.shown(packed) if alone else packed
@@ -250,8 +251,9 @@ class _Searching:
             )
         raise _all_refused(self.refused)
 
-    def _packs(self, result: Result, refined: Mapping[str, Refined]) -> dict[str, Packed]:
-        """Return the best plans with several stages on a device, on the devices of other plans, in their order."""
+    def _packs(self, result: Result, refined: Mapping[str, Refined], worth: float) -> dict[str, Packed]:
+        """Return the best plans with several stages on a device, on the devices of other plans, in their order. They
+        are of use where they take less than `worth` seconds."""
         kinds = [kind for kind in self.options.schedules if kind in PACKED]
         if not kinds:
             return {}
@@ -270,7 +272,7 @@ class _Searching:
             longest = max(several, key=len, default=tuple(range(len(result.fleet))))
             orders += [longest[:count] for count in range(len(longest), 0 if self.fewest > 1 else 1, -1)]
         try:
-            return pack(result.planner, self._simulated, kinds, list(dict.fromkeys(orders)), self.fewest)
+            return pack(result.planner, self._simulated, kinds, list(dict.fromkeys(orders)), self.fewest, worth)
         except KeyboardInterrupt:
             result.planner.stopped = True
             self.feedback.say(_INTERRUPTED)

@@ -94,8 +94,9 @@ def every_plan(planner: Planner, schedule: str, count: int, each: int = 2) -> li
     ]
 
 
-def unequal(rng: Random, devices: int, layers: int) -> tuple[Planner, Cluster]:
-    """Layers of unequal length on devices of unequal speed, with links that matter."""
+def unequal(rng: Random, devices: int, layers: int, beside: float = 0.0) -> tuple[Planner, Cluster]:
+    """Layers of unequal length on devices of unequal speed, with links that matter. Calls and messages take seconds
+    `beside` what is computed."""
     seconds, speeds = [rng.uniform(0.2, 1.0) for _ in range(layers)], [rng.uniform(0.5, 1.0) for _ in range(devices)]
     rows = {
         f"d{i}": Times(*(tuple(part * t / speed for t in seconds) for part in (1.0, 2.0, 1.0, 1.0, 0.1)))
@@ -106,7 +107,9 @@ def unequal(rng: Random, devices: int, layers: int) -> tuple[Planner, Cluster]:
         Layer(f"l{i}", params=8, grads=8, saved=Amount(8), out=Amount(out[i]), back=Amount(20)) for i in range(layers)
     ]
     listed = tuple(
-        Device(f"d{i}", host=f"h{i}", target=f"d{i}", message_overhead=0.0, socket_bandwidth=1e12)
+        Device(
+            f"d{i}", host=f"h{i}", target=f"d{i}", message_overhead=beside, call_overhead=beside, socket_bandwidth=1e12
+        )
         for i in range(devices)
     )
     cluster = Cluster(listed, classes=(LinkClass("other-host", 100.0, 0.05),))
@@ -116,8 +119,9 @@ def unequal(rng: Random, devices: int, layers: int) -> tuple[Planner, Cluster]:
     ), cluster
 
 
+@pytest.mark.parametrize("beside", [0.0, 0.2])
 @pytest.mark.parametrize("schedule", list(PACK_SCHEDULES))
-def test_cuts_are_the_best_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_are_the_best_of_all(schedule: str, beside: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of up to eight packs, for every number of them on a device. The control: without a look at all plans, cuts are not
     always the best."""
     rng, near = Random(7), []
@@ -125,7 +129,7 @@ def test_cuts_are_the_best_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch
     # Four microbatches are too few for one that never drains on four devices.
     most = 3 if PACK_SCHEDULES[schedule].delay else 4
     for devices, layers in (shape for shape in shapes if shape[0] <= most):
-        planner, cluster = unequal(rng, devices, layers)
+        planner, cluster = unequal(rng, devices, layers, beside)
         order = tuple(range(devices))
         judge_of = SimulatedSteps(planner, cluster, judge_packs, most=float("inf"))
         best = min(
@@ -142,6 +146,26 @@ def test_cuts_are_the_best_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch
             near.append(pack(planner, cluster, (schedule,), [order])[schedule].step / best)
     assert all(ratio >= 1 - 1e-9 for ratio in near)
     assert max(near) > 1.005
+
+
+def test_packs_of_no_use_are_not_all_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below twice the time of the best, that is found. Where only faster ones would be of use, few are looked at."""
+    simulated, usual = list[PipelinePlan](), SimulatedSteps._simulated
+
+    def told(self: SimulatedSteps, plan: PipelinePlan) -> float:
+        simulated.append(plan)
+        return usual(self, plan)
+
+    planner, cluster = unequal(Random(7), 3, 8, 0.2)
+    monkeypatch.setattr(SimulatedSteps, "_simulated", told)
+    steps, counts = [], []
+    for below in (float("inf"), 2.0, 0.5):
+        simulated.clear()
+        best = steps[0] if steps else 1.0
+        steps.append(pack(planner, cluster, ("interleaved",), [(0, 1, 2)], below=below * best)["interleaved"].step)
+        counts.append(len(simulated))
+    assert steps[0] == steps[1] <= steps[2]
+    assert counts[0] == counts[1] > counts[2]
 
 
 def test_there_are_no_packs_on_one_device_or_of_too_few_layers() -> None:

@@ -150,9 +150,9 @@ def test_where_weights_move_devices_have_three_stages_or_more(tmp_path, monkeypa
     looked_at = list[tuple[str, ...]]()
     usual = search.pack
 
-    def told(planner, cluster, kinds, orders, fewest):
+    def told(planner, cluster, kinds, orders, fewest, below):
         looked_at.append((*kinds, str(fewest)))
-        return usual(planner, cluster, kinds, orders, fewest)
+        return usual(planner, cluster, kinds, orders, fewest, below)
 
     monkeypatch.setattr(search, "pack", told)
     deep = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [512] * 13, batch=16))

@@ -145,7 +145,6 @@ def _measured(arguments: Namespace, cluster: Cluster) -> Cluster:
     """Return the cluster with measured rates where no file has any. It takes seconds, so errors of the arguments and of
     the model's file are told before; of what is imported only afterwards (--batch), those of its dimensions."""
     from penstock.doctor.local import measured_cluster  # lazy: heavy
-    from penstock.doctor.ways import with_measured_way  # lazy: heavy
     from penstock.planning.pipeline import space_of  # lazy: heavy
 
     if arguments.cluster:
@@ -153,6 +152,8 @@ def _measured(arguments: Namespace, cluster: Cluster) -> Cluster:
     cluster, space = measured_cluster(cluster, say), space_of(arguments.spill or "")
     if arguments.offload in (None, "none") or space is None or all(d.kind != "cpu" for d in cluster.devices):
         return cluster
+    from penstock.doctor.ways import with_measured_way  # lazy: loads torch
+
     return with_measured_way(cluster, space, say)
 
 
