@@ -5,8 +5,9 @@
 
 A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
 needs to what the plan that keeps everything needs. The rank of each plan runs in a memory cgroup whose limit is its
-budget, and what the rank that keeps everything takes beside its plan. The process that starts the run leaves the group
-when the rank is there: a budget is one of a device. The kernel ends what takes more.
+budget, and what the rank that keeps everything takes beside its plan: what plans know nothing of, such as libraries and
+scratch memory of kernels. So the plan that keeps everything has just what it took before. The process that starts the
+run leaves the group when the rank is there: a budget is one of a device. The kernel ends what takes more.
 
 Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
 rehearsed by itself ahead of each budget: seconds of its forward, backward and update over their estimates correct the

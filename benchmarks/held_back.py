@@ -23,7 +23,8 @@ with steps that are not counted, as they touch new memory. A rival that is a fif
 round runs no further ones; on one host it runs none if its last uncounted step takes half as long again.
 
 The speed of the machine, as products of torch show it, is measured with the rates, and before and after each cell.
-Predictions are for the speed of that time. A cell does not count where the two differ by more than a tenth.
+Predictions are scaled by how it changed since the rates were measured. A cell does not count where it changed by more
+than a tenth meanwhile.
 
 Ratios are those of medians of steps. Steps of one run may be a tenth slower than those of the next, so cells whose
 chosen plan is over the goal at worst are run once more, and steps of both runs count (x2 in the table). Memory is the
@@ -233,7 +234,8 @@ def pooled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         plans[name]["steps"] = old["plans"][name]["steps"] + plans[name]["steps"]
     for name, plan in plans.items():
         plan["seconds"] = statistics.median(plans[stands_for[name]]["steps"])
-    return {**new, "plans": plans, "runs": old.get("runs", 1) + 1}
+    speeds = {kind: [*old.get("speeds", {}).get(kind, [1.0]), *more] for kind, more in new.get("speeds", {}).items()}
+    return {**new, "plans": plans, "runs": old.get("runs", 1) + 1, "speeds": speeds}
 
 
 def cell_name(drawn: Drawn, model: str) -> str:
@@ -262,10 +264,15 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     return {
         "chosen": plans[CHOSEN]["seconds"] / quickest,
         "quick": plans[QUICK]["seconds"] / quickest,
-        "predicted": plans[CHOSEN]["predicted"] / plans[CHOSEN]["seconds"] / row.get("speed", 1.0),
-        "predicted quick": plans[QUICK]["predicted"] / plans[QUICK]["seconds"] / row.get("speed", 1.0),
+        "predicted": plans[CHOSEN]["predicted"] / plans[CHOSEN]["seconds"] / _speed(row, "doctor"),
+        "predicted quick": plans[QUICK]["predicted"] / plans[QUICK]["seconds"] / _speed(row, "quick"),
         "memory": max(memory, key=lambda ratio: abs(ratio - 1), default=1.0),
     }
+
+
+def _speed(row: Mapping[str, Any], kind: str) -> float:
+    """Return the speed of the machine beside that of when rates of this kind were measured, in the mean of all runs."""
+    return statistics.mean(row.get("speeds", {}).get(kind, [1.0]))
 
 
 def _beside(row: Mapping[str, Any]) -> list[float]:
@@ -347,7 +354,7 @@ def rates_of(report: dict[str, Any], path: Path | None) -> None:
         rates = known.setdefault(kind, {})
         for quota in (0.0, *quotas_in_use()):
             if f"{quota:g}" not in rates:
-                known.setdefault("speeds", []).append(speed())
+                known.setdefault("speeds", {}).setdefault(kind, []).append(speed())
                 what = f"a device with {quota:g} of a core" if quota else "two devices and their links"
                 print(f"rates of {what} ({kind})", file=sys.stderr, flush=True)
                 rates[f"{quota:g}"] = measured_file(quota, kind)
@@ -391,8 +398,9 @@ def main() -> int:
         if abs(after / before - 1) > STEADY:
             print(f"{cell}: not counted, as the machine has {after / before:.2f} of its speed before", file=sys.stderr)
             continue
-        if at_rates := report["known"].get("speeds"):
-            row["speed"] = (before + after) / 2 / statistics.median(at_rates)
+        now = (before + after) / 2
+        at_rates = report["known"].get("speeds", {})
+        row["speeds"] = {kind: [now / statistics.median(measured)] for kind, measured in at_rates.items()}
         if known is None:
             report["rows"].append(row)
         else:

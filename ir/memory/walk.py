@@ -349,14 +349,15 @@ class Walk:
     # ---------------------------------------------------------------------------------------- values
 
     def _call(self, holder: _Holder, changes: Sequence[Change], results: Sequence[StoredValue]) -> None:
-        """Call a graph: its temporaries come and go, and what a kernel makes of the results stays."""
-        rows = {row[0]: row for row in results}
+        """Call a graph: its temporaries come and go, and what a kernel makes of the results stays. Results that none
+        makes, such as variables, are copied ahead."""
+        rows, by_kernels = {row[0]: row for row in results}, {change.result for change in changes}
+        self._hold(holder, [row for row in results if row[0] not in by_kernels])
         for nbytes, result in changes:
             if not result:
                 self.made.change(abs(nbytes), 1 if nbytes > 0 else -1)
             elif result in rows:
                 self._hold(holder, (rows[result],))
-        self._hold(holder, results)
         self._note()
 
     def _note(self) -> None:

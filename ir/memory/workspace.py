@@ -5,13 +5,13 @@ In: a graph, fused or not. Out: their sizes in bytes, and the order in which the
 Values live from the kernel that makes them to the last one that reads them. The operand of a collective lives until it
 is waited for: just before the first kernel that reads the result, or else at the end. Inside a kernel, and for
 operations computed where they are read, nothing is stored. Kernels run in the order the back end runs them in: as early
-as the last of their operations allows. Variables, inputs and results have memory elsewhere. A block is used again for a
-later value of the same element type: the smallest free one that is large enough and at most FAR times too large, else
-the largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory). A block is given back
-behind the last kernel that reads a value in it, and a result of the same call may have it then. But what comes from a
-kernel with several outputs stays until the call ends: TVM lets go of values, not of the tuple that they are in. Known
-limit: copies that the back end makes of variables, which a graph changes before it last needs what it read, are not
-counted.
+as the last of their operations allows. Variables and inputs have memory elsewhere, and each result has a block of its
+own. A block of temporaries is used again for a later value of the same element type: the smallest free one that is
+large enough and at most FAR times too large, else the largest smaller one, which grows. That is what TVM's planner does
+(StaticPlanBlockMemory). A block is given back behind the last kernel that reads a value in it, and a result of the same
+call may have it then. But what comes from a kernel with several outputs stays until the call ends: TVM lets go of
+values, not of the tuple that they are in. Known limit: copies that the back end makes of variables, which a graph
+changes before it last needs what it read, are not counted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _PlannedBlock:
 
 class _PlannedCall(NamedTuple):
     blocks: list[int]
-    changes: list[Change]
+    changes: tuple[Change, ...]
 
 
 _CALL = Derived[_PlannedCall](__name__, "call")
@@ -92,7 +92,7 @@ def planned_blocks(graph: Graph) -> list[int]:
     return list(graph.keep(_CALL, _planned).blocks)
 
 
-def planned_changes(graph: Graph) -> list[Change]:
+def planned_changes(graph: Graph) -> tuple[Change, ...]:
     """Return how blocks come and go during a call. Results stay, and only those that kernels make are among them."""
     return graph.keep(_CALL, _planned).changes
 
@@ -142,7 +142,8 @@ def _planned(graph: Graph) -> _PlannedCall:
         changes[block.taken].append(Change(block.bytes, ""))
     for block in blocks:
         changes[block.given].append(Change(-block.bytes, ""))
-    return _PlannedCall([b.bytes for b in blocks], [change for place in changes for change in place if change.bytes])
+    listed = tuple(change for place in changes for change in place if change.bytes)
+    return _PlannedCall([block.bytes for block in blocks], listed)
 
 
 def _changed_variables(kernel: Sequence[Op]) -> int:

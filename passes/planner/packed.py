@@ -6,8 +6,8 @@ every schedule for packs the plan with the shortest time by simulation, with wha
 The devices and their order are those of the plans that are given. For each number of stages on a device, and each size
 of microbatches, cuts give the busiest device as little as can be. From the fastest of these plans on cuts are moved,
 as in refine.py. Where there are few places to cut at, all plans are tried then, and the best of all is found. A plan
-is not simulated where the work of a device alone, with its calls and messages, and that of the stages before its first
-one, take longer than the best does, or longer than packs are of use.
+is not simulated where a device alone takes longer than the best does, or longer than packs are of use: for its work,
+and for its messages or the work of the stages before its first one.
 
 Limits: plans as small as those that refine.py simulates; with more than `_MOST_PLANS` ways to cut, none is proven to be
 the best. All stages compute forwards again, or none.
@@ -45,7 +45,8 @@ _PATIENCE = 4
 
 @dataclass(frozen=True)
 class Packed:
-    """The best plan of a schedule for packs. `step` are its seconds per batch by simulation; `memory` is by device."""
+    """The best plan of a schedule for packs that was found. `step` are its seconds per batch by simulation; `memory` is
+    by device."""
 
     plan: PipelinePlan
     step: float
@@ -159,11 +160,11 @@ def _best_of_all(
     for shape in shapes:
         if shape.ways > _MOST_PLANS:
             continue
+        beside = _beside(planner, cluster, shape)
         for recompute in _again(planner):
             rows = _rows(planner, shape, recompute)
             last = len(shape.places) - 1
             ways = [(0, *cuts, last) for cuts in combinations(range(1, last), len(shape.devices) - 1)]
-            beside = _beside(planner, cluster, shape)
             for least, cuts in sorted((_least(planner, shape, rows, cuts, beside), cuts) for cuts in ways):
                 if least >= min(step, below):
                     break
@@ -174,40 +175,38 @@ def _best_of_all(
 
 
 def _beside(planner: Planner, cluster: Cluster, shape: _Shape) -> list[tuple[float, float]]:
-    """Return for each stage the seconds that a microbatch takes beside its computations: in calls, and in messages."""
+    """Return for each stage the seconds that its device spends on a microbatch beside computing: on calls, and on its
+    ends of messages."""
     devices, calls = planner.fleet.devices, 2 + PACK_SCHEDULES[shape.plan.schedule].splits
     beside, last = [], len(shape.devices) - 1
     for stage, number in enumerate(shape.devices):
+        mine = devices[number]
         near = [shape.devices[other] for other in (stage - 1, stage + 1) if 0 <= other <= last]
-        # What comes and what goes, of each of the others.
-        messages = sum(
-            cluster.message_overhead(devices[a].name, devices[b].name)
-            for other in near
-            if other != number
-            for a, b in ((number, other), (other, number))
-        )
-        beside.append((calls * devices[number].call_overhead, messages))
+        # One message comes from each of the others, and one goes there.
+        ends = sum(2 * cluster.message_overhead(mine.name, devices[other].name) for other in near if other != number)
+        beside.append((calls * mine.call_overhead, ends))
     return beside
 
 
 def _least(
     planner: Planner, shape: _Shape, rows: Sequence[Floats], cuts: Sequence[int], beside: Sequence[tuple[float, float]]
 ) -> float:
-    """Return seconds that a batch takes at least: all work of a device, and once that of the stages before its first
-    one. Where weight gradients are apart, or the pipeline never drains, the work of devices alone counts. What a device
-    saves up within a quota may make each computation shorter."""
+    """Return seconds that a batch takes at least: all that a device computes, with either its ends of messages, or once
+    the computations of the stages before its first one. Both would be too much, as the last message is under way while
+    its sender still works on it. Where weight gradients are apart, or the pipeline never drains, devices alone count.
+    What a device saves up within a quota may make each computation shorter."""
     kind = PACK_SCHEDULES[shape.plan.schedule]
-    busy, before, passed = dict[int, float](), dict[int, float](), 0.0
+    busy, sent, before, passed = dict[int, float](), dict[int, float](), dict[int, float](), 0.0
     for row, number, (first, last), (calls, messages) in zip(rows, shape.devices, pairwise(cuts), beside, strict=True):
         device, seconds = planner.fleet.devices[number], float(row[last] - row[first]) + calls
         # F, B and W.
         saved = 3 * (1 - device.quota) * device.quota_period
         seconds = max(device.quota * seconds, seconds - saved) if saved else seconds
-        messages = device.quota * messages if saved else messages
-        busy[number] = busy.get(number, 0.0) + shape.plan.count * (seconds + messages)
+        busy[number] = busy.get(number, 0.0) + shape.plan.count * seconds
+        sent[number] = sent.get(number, 0.0) + shape.plan.count * messages * (device.quota if saved else 1.0)
         before.setdefault(number, 0.0 if kind.splits or kind.delay else passed)
         passed += seconds
-    return max(busy[device] + before[device] for device in busy)
+    return max(busy[device] + max(sent[device], before[device]) for device in busy)
 
 
 def _even_cuts(rows: Sequence[Floats], devices: Sequence[int]) -> list[int]:

@@ -69,16 +69,18 @@ class _Allocation(NamedTuple):
 
 
 class _Blocks:
-    """An observer of the machine. It keeps the blocks that a call takes, and counts kernels and calls of libraries."""
+    """An observer of the machine. It writes down the blocks that a call takes, and counts kernels and calls of
+    libraries. With `keeps` it holds the blocks: no later kernel of the call has one then."""
 
-    def __init__(self) -> None:
-        self.kernels = 0
+    def __init__(self, *, keeps: bool) -> None:
+        self.kernels, self._keeps = 0, keeps
         self.taken: list[Any] = []
         self.allocations: list[_Allocation] = []
 
     def __call__(self, function: Any, name: str, before: bool, result: Any, *args: Any) -> int:
         if name == _ALLOCATE and not before:
-            self.taken.append(result)
+            if self._keeps:
+                self.taken.append(result)
             self.allocations.append(_Allocation(args, int(args[1][0])))
         elif before and not name.startswith("vm."):
             self.kernels += 1
@@ -234,7 +236,7 @@ class Captures:
     def _measured(self, calls: _Calls, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call a graph for the first time, and write down what it takes from the pool."""
         name = calls.graph.name
-        blocks = _Blocks()
+        blocks = _Blocks(keeps=False)
         self._machine.instrument(blocks)
         try:
             results = self._direct(name, args)
@@ -287,7 +289,7 @@ class Captures:
         """Capture a call; None, with the reason, where that fails."""
         import torch  # lazy: heavy
 
-        graph, blocks, failure = torch.cuda.CUDAGraph(), _Blocks(), ""
+        graph, blocks, failure = torch.cuda.CUDAGraph(), _Blocks(keeps=True), ""
         staged: dict[int, torch.Tensor] = {}
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

@@ -103,9 +103,9 @@ class Search:
     the devices the formulas were given; `with_moves` says that passes move what is too much for these, or updates to
     other devices. Then no other plan of the search can be compared with the one that was carried out. `in_bf16` makes
     the profile of the model in bfloat16, where the plan is in float32. `packs` are the best plans with several stages
-    on a device, by schedule; where one of them was carried out, it is `taken`, and `chosen` is the best plan without. A
-    plan for inference has an `objective`. `ways` are those of splitting tensors, where any were tried; on teams of
-    devices all else is about teams.
+    on a device that were found, by schedule. Where one of them was carried out, it is `taken`, and `chosen` is the best
+    plan without. A plan for inference has an `objective`. `ways` are those of splitting tensors, where any were tried;
+    on teams of devices all else is about teams.
     """
 
     profile: Profile

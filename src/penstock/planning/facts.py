@@ -244,7 +244,8 @@ def objective_facts(objective: Objective) -> dict[str, Any]:
 
 
 def packs_facts(search: Search) -> dict[str, Any]:
-    """Return the best plans with several stages on a device: seconds by simulation, and bytes of activations."""
+    """Return the best plans with several stages on a device that were found: seconds by simulation, and bytes of
+    activations."""
     names = [device.name for device in search.result.fleet.devices]
     return {
         kind: {

@@ -228,7 +228,8 @@ class _Searching:
         steps = {kind: _judged_step(outcome, refined.get(kind)) for kind, (outcome, _) in spared.items()}
         fastest = min(steps, key=steps.__getitem__)
         worth = steps[fastest] * (1 - WORTH) if alone else math.inf
-        packs = {} if result.stopped else self._packs(result, refined, worth)
+        # Of plans that differ by updates elsewhere the formulas know nothing: the best packs may be of use yet.
+        packs = {} if result.stopped else self._packs(result, refined, math.inf if options.update_on else worth)
         if result.stopped and not alone:
             # What was asked for has not been searched yet.
             raise KeyboardInterrupt

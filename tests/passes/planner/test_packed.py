@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
@@ -94,9 +95,11 @@ def every_plan(planner: Planner, schedule: str, count: int, each: int = 2) -> li
     ]
 
 
-def unequal(rng: Random, devices: int, layers: int, beside: float = 0.0) -> tuple[Planner, Cluster]:
-    """Layers of unequal length on devices of unequal speed, with links that matter. Calls and messages take seconds
-    `beside` what is computed."""
+def unequal(
+    rng: Random, devices: int, layers: int, beside: Sequence[float] = (0.0,), quotas: Sequence[float] = (1.0,)
+) -> tuple[Planner, Cluster]:
+    """Layers of unequal length on devices of unequal speed, with links that matter. Calls and ends of messages take
+    seconds `beside` what is computed. Of those and of `quotas` devices have one each, in turns."""
     seconds, speeds = [rng.uniform(0.2, 1.0) for _ in range(layers)], [rng.uniform(0.5, 1.0) for _ in range(devices)]
     rows = {
         f"d{i}": Times(*(tuple(part * t / speed for t in seconds) for part in (1.0, 2.0, 1.0, 1.0, 0.1)))
@@ -108,7 +111,14 @@ def unequal(rng: Random, devices: int, layers: int, beside: float = 0.0) -> tupl
     ]
     listed = tuple(
         Device(
-            f"d{i}", host=f"h{i}", target=f"d{i}", message_overhead=beside, call_overhead=beside, socket_bandwidth=1e12
+            f"d{i}",
+            host=f"h{i}",
+            target=f"d{i}",
+            message_overhead=beside[i % len(beside)],
+            call_overhead=beside[i % len(beside)],
+            socket_bandwidth=1e12,
+            quota=quotas[i % len(quotas)],
+            quota_period=0.5 if quotas[i % len(quotas)] < 1 else 0.0,
         )
         for i in range(devices)
     )
@@ -119,9 +129,9 @@ def unequal(rng: Random, devices: int, layers: int, beside: float = 0.0) -> tupl
     ), cluster
 
 
-@pytest.mark.parametrize("beside", [0.0, 0.2])
+@pytest.mark.parametrize("beside", [(0.0,), (0.2,), (0.01, 0.5)], ids=["nothing", "alike", "unlike"])
 @pytest.mark.parametrize("schedule", list(PACK_SCHEDULES))
-def test_cuts_are_the_best_of_all(schedule: str, beside: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_are_the_best_of_all(schedule: str, beside: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of up to eight packs, for every number of them on a device. The control: without a look at all plans, cuts are not
     always the best."""
     rng, near = Random(7), []
@@ -148,6 +158,26 @@ def test_cuts_are_the_best_of_all(schedule: str, beside: float, monkeypatch: pyt
     assert max(near) > 1.005
 
 
+@pytest.mark.parametrize("quotas", [(1.0,), (1.0, 0.5)], ids=["whole", "quotas"])
+@pytest.mark.parametrize("beside", [(0.0,), (0.2,), (0.01, 0.5), (0.5, 0.01)], ids=["nothing", "alike", "up", "down"])
+@pytest.mark.parametrize("schedule", list(PACK_SCHEDULES))
+def test_no_plan_is_faster_than_its_bound(schedule: str, beside: Sequence[float], quotas: Sequence[float]) -> None:
+    """Of all ways to cut. The control: the bound is near the simulation of some plan."""
+    rng, ratios = Random(11), list[float]()
+    for devices, layers in ((2, 6), (3, 7)):
+        planner, cluster = unequal(rng, devices, layers, beside, quotas)
+        judge_of = SimulatedSteps(planner, cluster, judge_packs, most=float("inf"))
+        for shape in packed._shapes(planner, schedule, tuple(range(devices)), 1):
+            rows, ends = packed._rows(planner, shape, False), packed._beside(planner, cluster, shape)
+            last = len(shape.places) - 1
+            for inner in combinations(range(1, last), len(shape.devices) - 1):
+                cuts = (0, *inner, last)
+                least = packed._least(planner, shape, rows, cuts, ends)
+                ratios.append(least / judge_of.step(shape.cut(cuts, False)))
+    assert max(ratios) <= 1 + 1e-9
+    assert max(ratios) > 0.75
+
+
 def test_packs_of_no_use_are_not_all_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below twice the time of the best, that is found. Where only faster ones would be of use, few are looked at."""
     simulated, usual = list[PipelinePlan](), SimulatedSteps._simulated
@@ -156,7 +186,7 @@ def test_packs_of_no_use_are_not_all_simulated(monkeypatch: pytest.MonkeyPatch) 
         simulated.append(plan)
         return usual(self, plan)
 
-    planner, cluster = unequal(Random(7), 3, 8, 0.2)
+    planner, cluster = unequal(Random(7), 3, 8, (0.2,))
     monkeypatch.setattr(SimulatedSteps, "_simulated", told)
     steps, counts = [], []
     for below in (float("inf"), 2.0, 0.5):

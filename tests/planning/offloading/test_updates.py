@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -132,9 +133,20 @@ def test_plans_with_several_stages_on_a_device_are_carried_out_too(model, monkey
             carried.append((plan.schedule, made.predicted.step))
         return made
 
+    ceilings, usual = [], search.pack
+
+    def told(*given):
+        ceilings.append(given[-1])
+        return usual(*given)
+
     monkeypatch.setattr(search._Searching, "carried_out", recorded)
+    monkeypatch.setattr(search, "pack", told)
     both = best(model, Cluster.local(3), ("1f1b", "interleaved"), update_on="cpu:2", replicas=1)
     assert {schedule for schedule, _ in carried} == {"1f1b", "interleaved"}
+    # Those that are slower without updates elsewhere may be faster with them. The control: else they are of no use.
+    assert ceilings == [math.inf]
+    best(model, Cluster.local(2), ("1f1b", "interleaved"), replicas=1)
+    assert 0 < ceilings[-1] < math.inf
     assert both.predicted.step == min(step for _, step in carried)
     # The control: what was not asked for is not tried.
     alone = best(model, Cluster.local(3), ("interleaved",), update_on="cpu:2", replicas=1)

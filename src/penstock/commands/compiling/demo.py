@@ -2,8 +2,8 @@
 
 A small GPT is written as ONNX, planned, compiled for two local CPU devices, and trained on the text that comes with the
 package; the loss must fall. The compiled stages are timed side by side, without messages. The step that is predicted
-from these times is compared with the run. Behind it they are timed once more: where the machine has changed, the
-comparison says so. Model, bundle, dumps, data and metrics stay in one folder.
+from these times is compared with the run. They are timed once more after it: where the machine has another speed then,
+the comparison says so. Model, bundle, dumps, data and metrics stay in one folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEQUENCES, MICROBATCHES, STAGES = 2, 4, 2
 LEARNING_RATE = 3e-4
 # Steps before those that are compared with the prediction: caches and buffers are filled.
 _WARM_UP = 5
-# How much longer or shorter a step may be by the times behind the run before the machine counts as another one.
+# How much longer or shorter a step may be by the times after the run before that is told.
 _STEADY = 0.1
 
 
@@ -96,11 +96,12 @@ def run_demo(options: DemoOptions) -> int:
     losses, seconds = _trained(out, options)
     tail = max(1, min(5, len(losses) // 4))
     before, after = float(np.mean(losses[:tail])), float(np.mean(losses[-tail:]))
+    graded = grade(predicted, seconds, _predicted(out / "bundle"))
     print(
         f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), "
         f"{time.monotonic() - started:.0f} s in all"
     )
-    print(grade(predicted, seconds, _predicted(out / "bundle")))
+    print(graded)
     dumps, metrics = out / "dumps", out / "metrics.jsonl"
     print(f"model {path}\nbundle {out / 'bundle'}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
     command = "penstock" if shutil.which("penstock") else f"{quote(sys.executable)} -m penstock"
@@ -119,13 +120,13 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def grade(predicted: float, seconds: list[float], behind: float) -> str:
-    """Compare the predicted step with the median of those that were run, without the first ones. A step as it is
-    predicted `behind` the run tells whether the machine has changed."""
+    """Compare the predicted step with the median of those that were run, without the first ones. `behind` is the step
+    that times of the stages after the run predict: it tells whether they are as before."""
     measured = statistics.median(seconds[min(len(seconds) // 2, _WARM_UP) :])
     others = load() - STAGES
     crowded = f"; other programs keep {others:.1f} of {usable_cores()} cores busy" if others >= 1 else ""
     changed = (
-        f"; the machine changed: timed again behind the run, a step would take {behind * 1e3:.1f} ms"
+        f"; timed again after the run, stages are not as before: a step would take {behind * 1e3:.1f} ms"
         if abs(behind / predicted - 1) > _STEADY
         else ""
     )
