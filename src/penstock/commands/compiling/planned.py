@@ -152,7 +152,7 @@ def _measured(arguments: Namespace, cluster: Cluster) -> Cluster:
     cluster, space = measured_cluster(cluster, say), space_of(arguments.spill or "")
     if arguments.offload in (None, "none") or space is None or all(d.kind != "cpu" for d in cluster.devices):
         return cluster
-    from penstock.doctor.ways import with_measured_way  # lazy: loads torch
+    from penstock.doctor.ways import with_measured_way  # lazy: heavy
 
     return with_measured_way(cluster, space, say)
 
