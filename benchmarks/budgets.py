@@ -4,10 +4,8 @@
     python benchmarks/budgets.py --out DIR --width 64 --layers 5 --vocab 64 --budgets 3 --turns 1 --json x.json
 
 A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
-needs to what the plan that keeps everything needs. The rank of each plan runs in a memory cgroup whose limit is its
-budget, and what the rank that keeps everything takes beside its plan: what plans know nothing of, such as libraries and
-scratch memory of kernels. So the plan that keeps everything has just what it took before. The process that starts the
-run leaves the group when the rank is there: a budget is one of a device. The kernel ends what takes more.
+needs to what the plan that keeps everything needs. Each plan runs in a memory cgroup whose limit is its budget and what
+a run of a tiny model takes there. The process that starts the run is in it, too. The kernel ends what takes more.
 
 Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
 rehearsed by itself ahead of each budget: seconds of its forward, backward and update over their estimates correct the
@@ -41,7 +39,7 @@ from typing import Any
 
 from elsewhere import Way
 from machine import load, markdown, processor, system, versions, write_json
-from memory_group import CGROUPS, MemoryGroup, current, enter
+from memory_group import CGROUPS, MemoryGroup, enter
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
@@ -115,11 +113,8 @@ class Contender:
 def train(bundle: str, group: str | None) -> None:
     """Run a turn for each line that comes."""
     if group:
-        before = current()
         enter(group)
     with Job(open_bundle(Path(bundle)), timeout=LONGEST, data=DataSpec()) as job:
-        if group:
-            enter(before)
         for _ in sys.stdin:
             steps = list(job.steps_from_data(STEPS))
             seconds = [after.at - before.at for before, after in pairwise(steps[:-1])]
@@ -140,22 +135,25 @@ class Budgets:
         self.cluster = with_measured_way(replace(ranks, devices=ranks.devices[:1], links=()), space, print)
         self.way = Way(self.out, MOVED, MOVED)
 
-    def plan(self, nbytes: int, **settings: str) -> ps.Plan:
+    def plan(self, nbytes: int, width: int = 0, **settings: str) -> ps.Plan:
         """Plan for a device of so many bytes, without a limit if 0."""
-        arguments = self.arguments
+        arguments, small = self.arguments, bool(width)
+        width = width or arguments.width
         model = write_gpt(
-            self.out / "gpt.onnx", layers=arguments.layers, width=arguments.width, heads=4, vocab=arguments.vocab,
-            positions=arguments.positions, batch=arguments.samples,
+            self.out / f"gpt-{width}.onnx", layers=arguments.layers, width=width, heads=4, vocab=64 if small else arguments.vocab,
+            positions=16 if small else arguments.positions, batch=1 if small else arguments.samples,
         )  # fmt: skip
-        training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=arguments.microbatches)
+        training = ps.Training(
+            loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=2 if small else arguments.microbatches
+        )
         spaces = (("ram", nbytes),) if nbytes else ()
         cluster = replace(self.cluster, devices=(replace(self.cluster.devices[0], spaces=spaces),))
         return ps.plan(ps.from_onnx(model), cluster, training, schedule="gpipe", **settings)
 
-    def bundle(self, name: str, **settings: str) -> Path:
+    def bundle(self, name: str, width: int = 0, **settings: str) -> Path:
         """Return the bundle of a plan without a limit."""
         path = self.out / name
-        return path if path.exists() else ps.compile(self.plan(0, **settings), path)
+        return path if path.exists() else ps.compile(self.plan(0, width, **settings), path)
 
     def listed(self) -> list[int]:
         """Return the budgets: from the least that any plan needs to what the plan that keeps everything needs."""
@@ -250,22 +248,22 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if "budgets" not in state:
         state["budgets"] = budgets.listed()
-    kept = budgets.bundle("kept", recompute="none")
+    budgets.bundle("kept", recompute="none")
     budgets.bundle("all", recompute="all")
+    tiny = budgets.bundle("tiny", 64, recompute="none")
     for number, nbytes in enumerate(state["budgets"]):
         if number >= len(state["rows"]):
             state["rows"].append(budgets.row(number, nbytes))
             keep()
     if arguments.only_plans:
         return state
-    group = MemoryGroup("kept")
-    contender = Contender(kept, group)
+    group = MemoryGroup("tiny")
+    contender = Contender(tiny, group)
     answer = contender.turn()
     contender.close()
     group.close()
-    assert answer is not None, "the run that keeps everything failed"
-    (held,) = measure_memory(open_bundle(kept).module).values()
-    state["base"] = answer["resident"] - held.peak
+    assert answer is not None, "the run of the tiny model failed"
+    state["base"] = answer["resident"]
     (held,) = measure_memory(open_bundle(budgets.out / "all").module).values()
     everything = Contender(budgets.out / "all")
     everything.turn()

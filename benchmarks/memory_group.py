@@ -51,14 +51,6 @@ class MemoryGroup:
                 time.sleep(0.1)
 
 
-def current() -> Path:
-    """Return the group that this process is in."""
-    rows = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-    group = CGROUPS / next(path for _, kinds, path in rows if "memory" in kinds.split(",")).lstrip("/")
-    # In a container the path may be one of its host.
-    return group if group.exists() else CGROUPS
-
-
 def enter(group: str | Path) -> None:
     """Put this process into a group."""
     (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
