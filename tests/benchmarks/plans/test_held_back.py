@@ -104,6 +104,15 @@ def test_memory_of_replicas_has_more_beside_it():
     assert held_back.figures(one)["memory"] == 1.0
 
 
+def test_predictions_are_scaled_by_the_speed_of_the_machine():
+    """At half the speed a step takes twice as long. The control: rates of the other kind were measured at this speed."""
+    one = row(2.0, 2.0, 1.0) | {"speeds": {"doctor": [0.5], "quick": [1.0]}}
+    found = held_back.figures(one)
+    assert (found["predicted"], found["predicted quick"]) == pytest.approx((1.0, 0.5))
+    again = held_back.pooled(one, row(2.0, 2.0, 1.0) | {"speeds": {"doctor": [1.0], "quick": [1.0]}})
+    assert again["speeds"] == {"doctor": [0.5, 1.0], "quick": [1.0, 1.0]}
+
+
 def test_a_cell_that_was_run_twice_has_the_steps_of_both():
     old, new = row(1.2, 1.0, 1.0), row(1.0, 1.1, 1.0)
     for one in (old, new):
