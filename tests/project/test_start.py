@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from penstock.commands.parser import command_line
+from penstock.models import write_mlp
 
 HEAVY = ("torch", "tvm", "onnx", "onnxruntime", "numpy", "networkx", "highspy")
 # Of Python's own library what takes a third as long as all that the list of commands needs.
@@ -53,6 +55,15 @@ def test_what_a_command_needs_is_seen() -> None:
     found = loaded_by(["plan", "no-such-model.onnx", "--devices", "2"])
     assert "onnx" in found
     assert not {"torch", "tvm", "onnxruntime"} & found
+
+
+def test_planning_loads_neither_torch_nor_tvm(tmp_path: Path) -> None:
+    """The control: measuring the way to a disk takes torch."""
+    model = str(write_mlp(tmp_path / "mlp.onnx", [4, 8, 8, 4], batch=4))
+    words = ["plan", model, "--loss", "mse", "--batch", "8", "--schedule", "1f1b"]
+    assert "onnx" in (found := loaded_by([*words, "--devices", "2"]))
+    assert not {"torch", "tvm", "onnxruntime"} & found
+    assert "torch" in loaded_by([*words, "--offload", "state", "--devices", "2"])
 
 
 def test_launchers_load_neither_torch_nor_tvm_and_ranks_load_torch_alone() -> None:

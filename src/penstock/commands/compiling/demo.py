@@ -96,14 +96,13 @@ def run_demo(options: DemoOptions) -> int:
     losses, seconds = _trained(out, options)
     tail = max(1, min(5, len(losses) // 4))
     before, after = float(np.mean(losses[:tail])), float(np.mean(losses[-tail:]))
-    graded = grade(predicted, seconds, _predicted(out / "bundle"))
     print(
         f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), "
         f"{time.monotonic() - started:.0f} s in all"
     )
-    print(graded)
     dumps, metrics = out / "dumps", out / "metrics.jsonl"
     print(f"model {path}\nbundle {out / 'bundle'}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
+    print(grade(predicted, seconds, _predicted(out / "bundle")))
     command = "penstock" if shutil.which("penstock") else f"{quote(sys.executable)} -m penstock"
     before_versions, after_versions = (
         quote(str(next(dumps.glob(f"*_{name}.ir")))) for name in ("schedule", "weight-versions")
