@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from elsewhere import Way
 from machine import load, markdown, processor, system, versions, write_json
-from memory_group import CGROUPS, MemoryGroup, enter
+from memory_group import CGROUPS, MemoryGroup, enter, held_in
 
 import penstock as ps
 from penstock.inspection.memory.curves import memory_curves
@@ -116,8 +116,8 @@ def train(bundle: str, steps: int, group: str, turns: bool) -> None:
                 losses += step.losses
                 seconds.append(time.perf_counter() - begun)
                 begun = time.perf_counter()
-        stat = dict(line.split() for line in (Path(group) / "memory.stat").read_text().splitlines())
-    print(json.dumps({"losses": losses, "seconds": seconds, "resident": int(stat["rss"]) + int(stat["mapped_file"])}))
+        resident = held_in(group)
+    print(json.dumps({"losses": losses, "seconds": seconds, "resident": resident}))
 
 
 def compiled(arguments: argparse.Namespace, row: Row, width: int, offload: str) -> tuple[Path, Any]:

@@ -5,7 +5,8 @@
 
 A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
 needs to what the plan that keeps everything needs. Each plan runs in a memory cgroup whose limit is its budget and what
-a run of a tiny model takes there. The process that starts the run is in it, too. The kernel ends what takes more.
+a run of a tiny model takes there, with the kernel's memory for it. The process that starts the run is in it, too. The
+kernel ends what takes more.
 
 Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
 rehearsed by itself ahead of each budget: seconds of its forward, backward and update over their estimates correct the
@@ -39,7 +40,7 @@ from typing import Any
 
 from elsewhere import Way
 from machine import load, markdown, processor, system, versions, write_json
-from memory_group import CGROUPS, MemoryGroup, enter
+from memory_group import CGROUPS, MemoryGroup, enter, held_in
 
 import penstock as ps
 from penstock.backends.bundle.format import open_bundle
@@ -120,8 +121,7 @@ def train(bundle: str, group: str | None) -> None:
             seconds = [after.at - before.at for before, after in pairwise(steps[:-1])]
             answer: dict[str, Any] = {"seconds": seconds, "losses": [step.loss for step in steps]}
             if group:
-                stat = dict(line.split() for line in (Path(group) / "memory.stat").read_text().splitlines())
-                answer["resident"] = int(stat["rss"]) + int(stat["mapped_file"])
+                answer["resident"] = held_in(group)
             print(json.dumps(answer), flush=True)
 
 

@@ -32,9 +32,8 @@ class MemoryGroup:
 
     @property
     def resident(self) -> int:
-        """The bytes that its processes hold, without what the system keeps of files for them."""
-        stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
-        return int(stat["rss"]) + int(stat["mapped_file"])
+        """The bytes that its processes hold."""
+        return held_in(self.path)
 
     def end(self) -> None:
         """Kill the processes that are left."""
@@ -49,6 +48,14 @@ class MemoryGroup:
                 return
             except OSError:  # processes that were ended are still leaving
                 time.sleep(0.1)
+
+
+def held_in(group: str | Path) -> int:
+    """Return the bytes that processes of a group hold, with those of the kernel for them, as the limit counts these, too.
+    What the system keeps of files makes room, and is none of it."""
+    stat = dict(line.split() for line in (Path(group) / "memory.stat").read_text().splitlines())
+    kernel = int((Path(group) / "memory.kmem.usage_in_bytes").read_text())
+    return int(stat["rss"]) + int(stat["mapped_file"]) + kernel
 
 
 def enter(group: str | Path) -> None:
