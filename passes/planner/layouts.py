@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import comb, prod
 
 import numpy as np
@@ -47,6 +47,22 @@ _CHUNK = 1_000_000
 _MOST_DEVICES, _MOST_SETS, _MOST_PAIRS, _MOST_ELEMENTS = 32, 70_000, 1_000_000, 10_000_000
 
 
+class Pairs:
+    """Pairs of a set of devices and a group that may follow it, in the order of the sets that they lead to. Those to
+    `ends[i]` begin at `starts[i]`."""
+
+    def __init__(self, source: Numbers, group: Numbers, target: Numbers) -> None:
+        self.source, self.group, self.target = source, group, target
+        self.starts = np.flatnonzero(np.diff(target, prepend=-1))
+        self.ends = target[self.starts]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def only(self, which: Numbers | Bools | slice) -> Pairs:
+        return Pairs(self.source[which], self.group[which], self.target[which])
+
+
 class DeviceSets:
     """The sets of devices and the groups of a fleet, with the boundaries between groups."""
 
@@ -63,28 +79,38 @@ class DeviceSets:
         self.groups = list(groups)
         more = np.array(groups, np.int64)
         self.weight, self.replicas = more @ weights, more.sum(1)
-        fitting = [np.flatnonzero((self.digits + row <= sizes).all(1)) for row in more]
+        fitting = [_numbers_up_to(sizes - row, weights) for row in more]
         source = np.concatenate(fitting)
         group = np.repeat(np.arange(len(more)), [len(x) for x in fitting])
-        order = np.lexsort((group, source))
+        order = np.argsort(source, kind="stable")
         # Pairs in the order of their sets: those of set u are begin[u] .. begin[u + 1] - 1.
         self.source, self.group = source[order], group[order]
         self.target = self.source + self.weight[self.group]
         self.begin = np.searchsorted(self.source, np.arange(self.count + 1))
-        by_size = np.lexsort((self.target, self.used[self.source]))
-        self.by_size = np.split(by_size, np.searchsorted(self.used[self.source][by_size], np.arange(1, len(fleet))))
+        size = self.used[self.source]
+        by_size = np.argsort(size * self.count + self.target, kind="stable")
+        # The same pairs by the size of their sets.
+        every = Pairs(self.source[by_size], self.group[by_size], self.target[by_size])
+        ends = np.searchsorted(size[by_size], np.arange(len(fleet) + 1))
+        self.by_size = [every.only(slice(begin, end)) for begin, end in pairwise(ends.tolist())]
         self._weights = weights
+        # Whether a group's devices depend on the set that is taken, and those that were asked for.
+        self._shifts = bool((sizes > 1).any())
+        self._devices: dict[tuple[int, int], tuple[int, ...]] = {}
         # The number of the set of devices that no plan may use.
         self.left_out = 0
         self.alike = self._alike()
 
     def devices(self, group: int, used: int = 0) -> tuple[int, ...]:
         """Return the devices of a group when those of a set are taken, class by class."""
-        return tuple(
-            i
-            for members, begin, more in zip(self.classes, self.digits[used], self.groups[group], strict=True)
-            for i in members[begin : begin + more]
-        )
+        key = group, used if self._shifts else 0
+        if key not in self._devices:
+            self._devices[key] = tuple(
+                i
+                for members, begin, more in zip(self.classes, self.digits[key[1]], self.groups[group], strict=True)
+                for i in members[begin : begin + more]
+            )
+        return self._devices[key]
 
     def members(self, used: int) -> frozenset[int]:
         """Return the devices of a set."""
@@ -97,6 +123,10 @@ class DeviceSets:
             if using is None
             else np.array([using(self.members(u)) for u in range(self.count)])
         )
+
+    def has_left(self) -> Bools:
+        """Return by class and set whether the set has not all devices of the class."""
+        return np.ascontiguousarray((self.digits < np.array([len(members) for members in self.classes])).T)
 
     def ring(self, group: int) -> Ring:
         return ring_of(self.fleet, self.devices(group))
@@ -116,7 +146,9 @@ class DeviceSets:
         """Return how far each set gets, where groups g get from positions y to `reach(g, y)`, but never back."""
         far = np.zeros(self.count, np.int64)
         for pairs in self.by_size:
-            np.maximum.at(far, self.target[pairs], reach(self.group[pairs], far[self.source[pairs]]))
+            if len(pairs):
+                most = np.maximum.reduceat(reach(pairs.group, far.take(pairs.source)), pairs.starts)
+                far[pairs.ends] = np.maximum(far[pairs.ends], most)
         return far
 
     def without(self, devices: Collection[int]) -> DeviceSets:
@@ -127,7 +159,8 @@ class DeviceSets:
         gone = np.array([sum(i in devices for i in x) for x in self.classes])
         other.left_out = int(gone @ self._weights)
         able = (self.digits <= np.array([len(x) for x in self.classes]) - gone).all(1)
-        other.by_size = [pairs[able[self.target[pairs]]] for pairs in self.by_size]
+        other.by_size = [pairs.only(able[pairs.target]) for pairs in self.by_size]
+        other._devices = {}
         return other
 
     def sums(self, each: Floats) -> Floats:
@@ -136,19 +169,21 @@ class DeviceSets:
         Group g adds `each[g, y, x]` from y to x, and x is not before y.
         """
         positions = each.shape[1]
-        least = np.full((self.count, positions), np.inf)
+        # Rows are positions here: what is added and compared lies side by side.
+        least = np.full((positions, self.count), np.inf)
         least[0, 0] = 0.0
         # No group gets back: of the ways to x those from positions behind it need no look.
-        to = np.ascontiguousarray(each.transpose(2, 0, 1))
+        to = np.ascontiguousarray(each.transpose(2, 1, 0))
         for level in self.by_size:
-            for pairs in np.array_split(level, max(1, len(level) * positions // _CHUNK)):
-                if len(pairs):
-                    source, group, target = least[self.source[pairs]], self.group[pairs], self.target[pairs]
-                    starts = np.flatnonzero(np.diff(target, prepend=-1))
-                    for x in range(positions):
-                        ways = (source[:, : x + 1] + to[x, :, : x + 1][group]).min(1)
-                        better = np.minimum.reduceat(ways, starts)
-                        least[target[starts], x] = np.minimum(least[target[starts], x], better)
+            for part in np.array_split(np.arange(len(level)), max(1, len(level) * positions // _CHUNK)):
+                pairs = level.only(part)
+                behind = least.take(pairs.source, 1)
+                for x in range(positions if len(pairs) else 0):
+                    ways = to[x, : x + 1].take(pairs.group, 1)
+                    ways += behind[: x + 1]
+                    better = np.minimum.reduceat(ways.min(0), pairs.starts)
+                    least[x, pairs.ends] = np.minimum(least[x, pairs.ends], better)
+        least = np.ascontiguousarray(least.T)
         for column, weight in zip(self.digits.T, self._weights, strict=True):
             for n in range(1, int(column.max()) + 1):
                 rows = np.flatnonzero(column == n)
@@ -178,6 +213,14 @@ class DeviceSets:
                 if ways[0] != ways[1] or any(way.shares for way in ways[0]):
                     return False
         return True
+
+
+def _numbers_up_to(most: Numbers, weights: Numbers) -> Numbers:
+    """Return the numbers of the sets with at most so many devices of each class, in ascending order."""
+    numbers = np.zeros(1, np.int64)
+    for count, weight in zip(most.tolist(), weights.tolist(), strict=True):
+        numbers = (np.arange(count + 1)[:, None] * weight + numbers).ravel()
+    return numbers
 
 
 def device_sets(fleet: Fleet, speed: Sequence[float], most_replicas: int, layers: int) -> DeviceSets | None:

@@ -32,7 +32,7 @@ from .cost import hop_of, judge, ring_of
 from .fleet import Fleet, Hop
 from .layouts import DeviceLayout, LayoutEdge
 from .plan import Judged, PipelinePlan, StagePlan
-from .stages import Option, Stages
+from .stages import Option, Stages, UnequalOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class StageSearch:
         return PipelinePlan(self.schedule, self.table.b, self.count, tuple(stages), level)
 
     def _stage(
-        self, devices: tuple[int, ...], later: int, ahead: int, option: Option, first: int, last: int
+        self, devices: tuple[int, ...], later: int, ahead: int, option: Option | UnequalOption, first: int, last: int
     ) -> StagePlan:
         shares = self.stages.shares(devices, later, ahead, option.recompute, first, last)
         return StagePlan(first, last, devices, shares, option.recompute, option.recompute and self.stages.in_parts)
@@ -213,7 +213,7 @@ class LayoutSearch(StageSearch):
     def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: DeviceLayout, ends: Sequence[int]) -> None:
         super().__init__(table, fleet, stages)
         self.layout, self.ends = layout, ends
-        self.work: list[tuple[LayoutEdge, list[Option], Floats, Floats]] = []
+        self.work: list[tuple[LayoutEdge, list[Option | UnequalOption], Floats, Floats]] = []
         zero = np.zeros(table.count + 1)
         for edge in layout.edges:
             options = stages.options(edge.devices, edge.later, edge.ahead, ring_of(fleet, edge.devices))
@@ -250,7 +250,13 @@ class LayoutSearch(StageSearch):
         return self._traced(end, came_from) if np.isfinite(self.value) else None
 
     def _placed(
-        self, edge: LayoutEdge, options: list[Option], trips: Floats, loads: Floats, behind: Floats, limit: float
+        self,
+        edge: LayoutEdge,
+        options: list[Option | UnequalOption],
+        trips: Floats,
+        loads: Floats,
+        behind: Floats,
+        limit: float,
     ) -> Iterator[tuple[int, Floats]]:
         """Yield for every option of the edge the new values, by first layer and by first layer of the stage behind."""
         replicas, m = len(edge.devices), self.count

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,10 @@ from .fleet import Fleet, Hop
 from .layouts import DeviceSets, Numbers
 from .plan import Judged, PipelinePlan, StagePlan
 from .search import FREE, Floor, Found, StageSearch
-from .stages import Option, Singles, Stages
+from .stages import Option, Stages, UnequalOption
+from .tables.cells import StageCells
+from .tables.least import Singles, least_of_groups
+from .tables.limits import RangeLimits
 
 Bools = npt.NDArray[np.bool_]
 # The most states with as many devices that are kept, where all choices of devices are searched and where not; the most
@@ -43,6 +47,8 @@ _WAITING, _CELLS = 3_000_000, 2_000_000
 _MOST_BLOCKS, _MOST_ADDED, _REMEMBERED = 30, 20_000_000, 2_000_000
 # Bounds are computed in another order than what they bound.
 _SLACK = 1 + 1e-9
+# What stands for options that nobody asked for.
+_UNASKED = -2
 # The first limits, as multiples of the bound, and the precision of that.
 _FIRST = (1.01, 1.05, 1.15, 1.4, 2.0, 4.0)
 _PRECISION, _ROUGH = 1e-5, 5e-3
@@ -101,12 +107,10 @@ class SetSearch(StageSearch):
         self._reached: dict[float, Numbers] = {}
         self._lowest: dict[float, Numbers] = {}
         self._sums: dict[float, Floats] = {}
-        self._options: dict[tuple[int, int, int], list[Option]] = {}
-        # Cost and pace of options, by first and last layer.
-        self._cells, self._option_numbers = (
-            PairTable(len(sets.groups), (table.count + 1, table.count + 1)),
-            dict[int, int](),
-        )
+        self._options: dict[tuple[int, int, int], list[Option | UnequalOption]] = {}
+        self._cells = StageCells(stages, len(sets.groups))
+        # The numbers of options there, by devices of later stages: as [option, group, forwards in hand].
+        self._numbers: dict[int, Numbers] = {}
         # The boundaries between groups: their numbers, and their round trips and loads.
         self._crossings = np.full((len(sets.groups), len(sets.groups)), -1, np.int64)
         self._trip_rows, self._trip_numbers = PairTable(16, (table.count + 1,)), dict[object, int]()
@@ -114,9 +118,7 @@ class SetSearch(StageSearch):
         # What no stage of each group is below for layers y .. x - 1, as [group, y, x].
         self.paces, costs = self._least(trips)
         self.costs = costs if not self.delayed else costs[:0]
-        # The least pace from y or before it to x or behind it.
-        self._longer = np.minimum.accumulate(self.paces, 1)
-        np.minimum.accumulate(self._longer[:, :, ::-1], 2, out=self._longer[:, :, ::-1])
+        self._limits = RangeLimits(self.paces)
         # The first positions of blocks, for sums over sets.
         self.blocks = np.unique(
             np.linspace(0, table.count, min(table.count, _MOST_BLOCKS) + 1).round().astype(np.int64)
@@ -134,17 +136,18 @@ class SetSearch(StageSearch):
 
     def _least(self, trips: Floats) -> tuple[Singles, Singles]:
         groups = range(len(self.sets.groups))
-        return self.stages.least([self.sets.devices(g) for g in groups], [self.sets.ring(g) for g in groups], trips)
+        return least_of_groups(
+            self.stages, [self.sets.devices(g) for g in groups], [self.sets.ring(g) for g in groups], trips
+        )
 
     def _remainder(self, trips: Floats) -> Floats:
         """Return the least sum that stages with the first x layers add, with the message behind them, on the devices
         that are not in a set: each layer on the fastest one."""
         kinds = [members[0] for members in self.sets.classes]
         rows = np.stack([self.stages.least_sum(kind) for kind in kinds])
-        left = self.sets.digits < np.array([len(members) for members in self.sets.classes])
         layers = np.full((self.sets.count, rows.shape[1]), np.inf)
-        for column, row in zip(left.T, rows, strict=True):
-            layers[column] = np.minimum(layers[column], row)
+        for has, row in zip(self.sets.has_left(), rows, strict=True):
+            np.minimum(layers, row, out=layers, where=has[:, None])
         sums = np.concatenate([np.zeros((len(layers), 1)), np.cumsum(layers, 1)], 1)
         sums = np.maximum(sums, 0.0) + trips
         sums[:, 0] = 0.0
@@ -170,15 +173,14 @@ class SetSearch(StageSearch):
     @cached_property
     def _block_least(self) -> tuple[Floats, Floats]:
         """Return for each group what no stage from one block of layers to another is below: pace and cost."""
-        ends = np.append(self.blocks[1:], self.table.count + 1) - 1
+        parts = [slice(*ends) for ends in pairwise([*self.blocks.tolist(), self.table.count + 1])]
 
-        def least(each: Singles) -> Floats:
-            for axis in (1, 2):
-                parts = [self.blocks + k for k in range(int((ends - self.blocks).max()) + 1)]
-                each = np.minimum.reduce([each.take(np.minimum(part, ends), axis) for part in parts])
-            return each.astype(np.float64)
+        def least_of(each: Singles) -> Floats:
+            rows = np.stack([each[:, part].min(1) for part in parts])
+            columns = np.ascontiguousarray(rows.transpose(2, 1, 0))
+            return np.stack([columns[part].min(0) for part in parts], 2).astype(np.float64)
 
-        return least(self.paces), least(self.costs)
+        return least_of(self.paces), least_of(self.costs)
 
     def _speeds(self) -> tuple[Floats, Floats]:
         """Return the time of the first x layers on a typical device, and how many of these the devices outside of each
@@ -193,28 +195,14 @@ class SetSearch(StageSearch):
         """Return how many of the first layers each set of devices gets through under a limit, without waiting for
         messages."""
         if limit not in self._reached:
-            longer, most = self._longer, np.float32(limit * _SLACK)
-            groups, positions, _ = longer.shape
-            # What fits is the first of a row of `longer`. It is looked up for each pair, or once for all.
-            if len(self.sets.source) < groups * positions:
-
-                def reach(group: Numbers, at: Numbers) -> Numbers:
-                    return np.asarray(np.maximum(np.count_nonzero(longer[group, at] <= most, 1) - 1, at))
-
-            else:
-                table = np.maximum(np.count_nonzero(longer <= most, 2) - 1, np.arange(positions))
-
-                def reach(group: Numbers, at: Numbers) -> Numbers:
-                    return np.asarray(table[group, at])
-
+            reach = self._limits.reach(limit * _SLACK, len(self.sets.source))
             self._reached = {limit: self.sets.reached(reach)}
         return self._reached[limit]
 
     def _begins(self, limit: float) -> Numbers:
         """Return the first layer with which each group gets to each layer under a limit."""
         if limit not in self._lowest:
-            fits = self.paces <= np.float32(limit * _SLACK)
-            self._lowest = {limit: np.where(fits.any(1), fits.argmax(1), self.table.count + 1)}
+            self._lowest = {limit: self._limits.begins(limit * _SLACK)}
         return self._lowest[limit]
 
     def _passes(self, limit: float) -> bool:
@@ -223,7 +211,7 @@ class SetSearch(StageSearch):
     @property
     def elements(self) -> int:
         """Return about how many elements its matrices and those of its stages have."""
-        return 2 * self.paces.size + self.remainder.size + self._cells.values.size + self.stages.elements()
+        return 2 * self.paces.size + self.remainder.size + self._cells.elements + self.stages.elements()
 
     def without(self, sets: DeviceSets, ends: Bools) -> SetSearch:
         """Return the same search for plans that leave devices out, or end with other sets."""
@@ -349,8 +337,12 @@ class SetSearch(StageSearch):
             (states.used, groups, states.ahead, states.first),
             (self.sets.count, int(groups.max()) + 1, int(states.ahead.max()) + 1, self.table.count + 1),
         )
-        order = np.lexsort((states.value, key))
-        return states.only(order[np.flatnonzero(np.diff(key[order], prepend=-1))])
+        order = np.argsort(key)
+        starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+        value = states.value[order]
+        least = np.repeat(np.minimum.reduceat(value, starts), np.diff(starts, append=len(order)))
+        # Of equals the first.
+        return states.only(np.minimum.reduceat(np.where(value == least, order, len(order)), starts))
 
     def _promising(self, states: States) -> States:
         """Return the states, where they are too many the most promising of them."""
@@ -418,6 +410,8 @@ class SetSearch(StageSearch):
         row, column = row[legal], column[legal]
         for which, numbers in enumerate(self._numbered(rows, level)):
             has = numbers[row] >= 0
+            if not has.any():
+                continue
             at, first = (row, column) if has.all() else (row[has], column[has])
             cost, other = self._cells.look(numbers[at], first, rows.first[at])
             sums = cost + start[at]
@@ -441,29 +435,24 @@ class SetSearch(StageSearch):
 
     def _numbered(self, rows: States, level: int) -> Numbers:
         """Return the numbers of the options of the stage of each row, as [option, row]; -1 where it has fewer."""
-        span = int(rows.ahead.max(initial=0)) + 1
-        cases, case = np.unique(rows.group * span + rows.ahead, return_inverse=True)
-        options = [self._options_of(key // span, level, key % span) for key in cases.tolist()]
-        numbers = np.full((max(map(len, options), default=0), len(cases)), -1)
-        for column, some in enumerate(options):
-            numbers[: len(some), column] = [self._number(option) for option in some]
-        return numbers[:, case]
+        level = level if self.row.splits else 0
+        known, most = self._numbers.get(level), int(rows.ahead.max(initial=0)) + 1
+        if known is None or known.shape[2] < most:
+            # A stage has two options at most: computed again or not.
+            known = np.full((2, len(self.sets.groups), 2 * most), _UNASKED)
+            self._numbers[level] = known
+        if (new := np.flatnonzero(known[0, rows.group, rows.ahead] == _UNASKED)).size:
+            for group, ahead in {*zip(rows.group[new].tolist(), rows.ahead[new].tolist(), strict=True)}:
+                numbers = [self._cells.number(option) for option in self._options_of(group, level, ahead)]
+                known[:, group, ahead] = [*numbers, -1, -1][:2]
+        return known[:, rows.group, rows.ahead]
 
-    def _options_of(self, group: int, level: int, ahead: int) -> list[Option]:
+    def _options_of(self, group: int, level: int, ahead: int) -> list[Option | UnequalOption]:
         """Return the options of a stage on a group, in front of so many devices."""
         key = group, level if self.row.splits else 0, ahead
         if key not in self._options:
             self._options[key] = self.stages.options(self.sets.devices(group), level, ahead, self.sets.ring(group))
         return self._options[key]
-
-    def _number(self, option: Option) -> int:
-        """Return the number of an option, whose cost and pace are kept by first and last layer. Under delayed schedules
-        pace is the same as cost, and that of sums stands in its place."""
-        key = id(option)
-        if key not in self._option_numbers:
-            other = option.pace if not self.delayed else option.ring if option.ring is not None else option.cost
-            self._option_numbers[key] = self._cells.add(option.cost, other)
-        return self._option_numbers[key]
 
     def _crossed(self, group: Numbers, behind: Numbers, at: Numbers) -> tuple[Floats, Floats]:
         """Return round trip and load of a message from each group to the one behind it, at these layers."""

@@ -29,10 +29,7 @@ from .fleet import Fleet, Ring
 from .plan import PlanRequest
 
 Bools = npt.NDArray[np.bool_]
-Singles = npt.NDArray[np.float32]
 _PLENTY = 1 << 40
-# The factor by which bounds are lower, so that none is too high once it is rounded to single precision.
-_DOWN = 1 - 4e-7
 _Number = TypeVar("_Number", np.float64, np.int64)
 
 
@@ -45,6 +42,47 @@ class Option:
     pace: Floats
     cost: Floats
     ring: Floats | None
+
+
+class UnequalOption:
+    """The option of unequal replicas. Costs are computed when they are asked for: all of them here, and those of some
+    ranges of layers of several options by `Stages.priced`. Ranges that fit into memory are `fits`. Each replica takes
+    at least so many microbatches, and its memory holds as many as there are, or those with `full` in flight."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        recompute: bool,
+        kinds: tuple[int, ...],
+        full: int | None,
+        least: int,
+        sums: Ring,
+        fits: Bools,
+    ) -> None:
+        self.stages, self.recompute, self.kinds, self.least = stages, recompute, kinds, least
+        self.sums, self.fits = sums, fits
+        # Options of one case are priced together.
+        self.case = len(kinds), recompute, full
+
+    @cached_property
+    def _whole(self) -> tuple[Floats, Floats, Floats]:
+        first, last = np.nonzero(self.fits)
+        priced = self.stages.priced([self], np.zeros_like(first), first, last)
+        pace, cost, ring = (np.full(self.fits.shape, np.inf) for _ in priced)
+        pace[first, last], cost[first, last], ring[first, last] = priced
+        return pace, cost, ring
+
+    @property
+    def pace(self) -> Floats:
+        return self._whole[0]
+
+    @property
+    def cost(self) -> Floats:
+        return self._whole[1]
+
+    @property
+    def ring(self) -> Floats | None:
+        return self._whole[2] if self.stages.row.delay else None
 
 
 class Stages:
@@ -66,7 +104,7 @@ class Stages:
         self.count, self.wanted, self.all_devices = count, wanted, all_devices
         self.row = SCHEDULES[schedule]
         # Microbatches of a batch that are no part of the steady phase.
-        self._head = 0 if self.row.delay else 1
+        self.head = 0 if self.row.delay else 1
         n = table.count
         first, last = np.indices((n + 1, n + 1))
         # On one device, and on several.
@@ -77,7 +115,10 @@ class Stages:
         self._seconds: dict[tuple[int, bool], tuple[Floats, Floats, Floats]] = {}
         self._room: dict[tuple[int, bool, int, int], Ints] = {}
         self._equals: dict[tuple[object, ...], Option] = {}
-        self._found: dict[tuple[object, ...], list[Option]] = {}
+        self._unequals: dict[tuple[object, ...], UnequalOption] = {}
+        self._found: dict[tuple[object, ...], list[Option | UnequalOption]] = {}
+        # The seconds of all kinds together.
+        self._stacked: dict[bool, list[Floats]] = {}
         self._fitting: dict[tuple[object, ...], Bools] = {}
         self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._ample: dict[tuple[object, ...], bool] = {}
@@ -87,14 +128,14 @@ class Stages:
         """Return whether every device has room for the whole model with all microbatches of a batch in flight. Then
         memory is no limit, whatever the plan."""
         most = [
-            self._most_in_flight(kind, False, replicas)
+            self.most_in_flight(kind, False, replicas)
             for kind in dict.fromkeys(self.kinds)
             for replicas in (1, 2)
             if self.fleet.devices[kind].memory is not None
         ]
         return all(bool((room[self.allowed[0]] >= self.count).all()) for room in most)
 
-    def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option]:
+    def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option | UnequalOption]:
         """Return the ways to run a stage on these devices, with `later` devices in later stages and `ahead` forwards in
         hand."""
         kinds = self._kinds_of(devices)
@@ -116,9 +157,9 @@ class Stages:
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         here = (slice(first, first + 1), slice(last, last + 1))
-        each = np.stack([self._times(kind, recompute)[0][here].ravel() for kind in kinds])
+        each = np.stack([self.times(kind, recompute)[0][here].ravel() for kind in kinds])
         held = np.stack([room[here].ravel() for room in self.most_shares(kinds, full, recompute)])
-        return tuple(int(n) for n in _shares(each, held, self.row.least_share(warm), self.count, self._head)[:, 0])
+        return tuple(int(n) for n in _shares(each, held, self.row.least_share(warm), self.count, self.head)[:, 0])
 
     def _kinds_of(self, devices: Sequence[int]) -> tuple[int, ...]:
         """Return the kinds of devices, which large fleets ask for again and again."""
@@ -135,7 +176,7 @@ class Stages:
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         key = (kinds, warm, full)
         if key not in self._fitting:
-            fits = [self._fits(kinds, warm, full, recompute) for recompute in self._recomputations()]
+            fits = [self._fits(kinds, warm, full, recompute) for recompute in self.recomputations()]
             self._fitting[key] = np.logical_or.reduce(fits)
         return self._fitting[key]
 
@@ -145,86 +186,8 @@ class Stages:
             option.pace.size * (1 + (option.cost is not option.pace) + (option.ring is not None))
             for options in self._found.values()
             for option in options
+            if isinstance(option, Option)
         )
-
-    def least(
-        self, groups: Sequence[Sequence[int]], rings: Sequence[Ring], trips: Floats | None = None
-    ) -> tuple[Singles, Singles]:
-        """Return for every group of devices and range of layers what no stage there is below, wherever it stands: pace
-        and cost, in single precision, rounded down. Microbatches of unequal replicas may be divided here. `trips` are
-        the least round trips of messages behind each layer; nothing is below theirs either."""
-        kinds = list(dict.fromkeys(self.kinds))
-        numbers = np.array([[sum(self.kinds[i] == kind for i in devices) for kind in kinds] for devices in groups])
-        paces, costs = (np.full((len(groups), *self.allowed[0].shape), np.inf, np.float32) for _ in range(2))
-        sizes = numbers.sum(1)
-        for replicas in np.unique(sizes).tolist():
-            which = np.flatnonzero(sizes == replicas)
-            ranges = np.nonzero(self.allowed[int(replicas > 1)])
-            summing = np.array([[rings[g].fixed, rings[g].each] for g in which.tolist()])
-            least: tuple[Floats, Floats] | None = None
-            for recompute in self._recomputations():
-                pace, cost = self._below(kinds, numbers[which], ranges, recompute)
-                if replicas > 1:
-                    sums = summing[:, :1] + summing[:, 1:] * self.grads[ranges]
-                    pace = np.maximum(pace, sums, out=sums) if self.row.delay else np.add(pace, sums, out=sums)
-                fits = self._all_fits(kinds, numbers[which], ranges, recompute)
-                everywhere = bool(fits.all())
-                if not everywhere:
-                    pace[~fits] = cost[~fits] = np.inf
-                if least is not None:
-                    pace, cost = np.minimum(pace, least[0]), np.minimum(cost, least[1])
-                least = pace, cost
-                if everywhere:
-                    # To compute again takes no less.
-                    break
-            assert least is not None
-            pace, cost = least
-            if trips is not None:
-                if self.row.bounded and not self.row.delay:
-                    pace += (-(-self.count // replicas) - 1) * trips[ranges[1]]
-                cost += trips[ranges[1]]
-            at = which[:, None], ranges[0], ranges[1]
-            paces[at], costs[at] = pace * _DOWN, cost * _DOWN
-        return paces, costs
-
-    def _below(
-        self, kinds: Sequence[int], numbers: Ints, ranges: tuple[Ints, ...], recompute: bool
-    ) -> tuple[Floats, Floats]:
-        """Return pace and cost that no stage is below on equally many devices, without sums of gradients. A row of
-        `numbers` says how many of each kind a group has; columns are ranges of layers."""
-        replicas = int(numbers[0].sum())
-        rows = [self._times(kind, recompute) for kind in kinds]
-        each, weight, update = (np.stack([row[k][ranges] for row in rows]) for k in range(3))
-        together = numbers.astype(np.float64) @ (1.0 / np.maximum(each, 1e-30))
-        pace: Floats = np.divide(max(self.count - self._head * replicas, 0), together, out=together)
-        same = (numbers > 0).sum(1) == 1
-        pace[same] = (-(-self.count // replicas) - self._head) * each[numbers[same].argmax(1)]
-        pace += _most_of(numbers, update)
-        cost = _most_of(numbers, each)
-        if self.row.splits:
-            heaviest = 2 * _most_of(numbers, weight)
-            pace += heaviest
-            cost = np.maximum(cost - heaviest, 0.0, out=heaviest)
-        return pace, cost
-
-    def _all_fits(self, kinds: Sequence[int], numbers: Ints, ranges: tuple[Ints, ...], recompute: bool) -> Bools:
-        """Return by group and range of layers what memory allows equally many devices, wherever their stage stands."""
-        replicas, warm = int(numbers[0].sum()), self.row.warm_up(0)
-        full, least = self.row.in_flight(self.count, warm, 0, replicas), self.row.least_share(warm)
-        if replicas * least > self.count:
-            return np.zeros((len(numbers), len(ranges[0])), np.bool_)
-        limited = any(device.memory is not None for device in self.fleet.devices)
-        if not limited or (self.roomy and not recompute):
-            return np.ones((len(numbers), len(ranges[0])), np.bool_)
-        rooms = np.stack([self._most_in_flight(kind, recompute, replicas)[ranges] for kind in kinds])
-        held = np.stack([most[ranges] for most in self.most_shares(kinds, full, recompute, replicas)])
-        has = (numbers > 0).astype(np.float64)
-        fits: Bools = has @ (held < least) == 0
-        # Sums of whole numbers that are small enough to be exact.
-        fits &= numbers @ np.minimum(held, self.count).astype(np.float64) >= self.count
-        same = (numbers > 0).sum(1) == 1
-        fits[same] = rooms[numbers[same].argmax(1)] >= self._needed(replicas, full)
-        return fits
 
     def least_sum(self, kind: int) -> Floats:
         """Return by how much each layer makes the sum over stages longer, at least, where it is on such a device."""
@@ -232,11 +195,11 @@ class Stages:
         sums = forward + backward - (2 * weight if self.row.splits else 0.0)
         return np.diff(sums)
 
-    def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option]:
-        options: list[Option] = []
+    def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option | UnequalOption]:
+        options: list[Option | UnequalOption] = []
         if len(kinds) * self.row.least_share(warm) > self.count:
             return options
-        for recompute in self._recomputations():
+        for recompute in self.recomputations():
             option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(
                 kinds, warm, full, ring, recompute
             )
@@ -246,7 +209,7 @@ class Stages:
                 break
         return options
 
-    def _recomputations(self) -> tuple[bool, ...]:
+    def recomputations(self) -> tuple[bool, ...]:
         return {"none": (False,), "all": (True,)}.get(self.wanted.recompute, (False, True))
 
     def _fits(self, kinds: tuple[int, ...], warm: int, full: int, recompute: bool) -> Bools:
@@ -257,7 +220,7 @@ class Stages:
             return np.zeros_like(allowed)
         if len(set(kinds)) == 1:
             alike: Bools = allowed & (
-                self._most_in_flight(kinds[0], recompute, len(kinds)) >= self._needed(len(kinds), full)
+                self.most_in_flight(kinds[0], recompute, len(kinds)) >= self.needed(len(kinds), full)
             )
             return alike
         if self._all_roomy(kinds, full, recompute):
@@ -272,13 +235,13 @@ class Stages:
         for kind in dict.fromkeys(kinds):
             key = kind, full, recompute, len(kinds)
             if key not in self._ample:
-                room = self._most_in_flight(kind, recompute, len(kinds))[self.allowed[1]]
+                room = self.most_in_flight(kind, recompute, len(kinds))[self.allowed[1]]
                 self._ample[key] = bool((room >= max(full, self.count)).all())
             if not self._ample[key]:
                 return False
         return True
 
-    def _needed(self, replicas: int, full: int) -> int:
+    def needed(self, replicas: int, full: int) -> int:
         """Return the microbatches in flight that each of some equal replicas must have room for."""
         most = -(-self.count // replicas)
         if not self.row.bounded:
@@ -291,7 +254,7 @@ class Stages:
         replicas = replicas or len(kinds)
         most = {}
         for kind in dict.fromkeys(kinds):
-            room = self._most_in_flight(kind, recompute, replicas)
+            room = self.most_in_flight(kind, recompute, replicas)
             short = 0 if self.row.delay else room
             most[kind] = np.where(room >= full, self.count, short) if self.row.bounded else room
         return [most[kind] for kind in kinds]
@@ -309,9 +272,11 @@ class Stages:
         everywhere = bool(count == np.count_nonzero(allowed))
         key = (kinds, ring.fixed, ring.each, recompute)
         if key not in self._equals:
-            times = self._times(kind, recompute)
-            slowest = (-(-self.count // replicas) - self._head) * times[0]
-            self._equals[key] = self._priced(np.where(allowed, slowest, np.inf), [times], replicas, ring, recompute)
+            times = self.times(kind, recompute)
+            slowest = (-(-self.count // replicas) - self.head) * times[0]
+            summing = np.asarray(ring.fixed + ring.each * self.grads, np.float64) if replicas > 1 else None
+            priced = self._priced(np.where(allowed, slowest, np.inf), [[row] for row in times], replicas, summing)
+            self._equals[key] = Option(recompute, *priced)
         whole = self._equals[key]
         if everywhere:
             return whole, True
@@ -320,48 +285,66 @@ class Stages:
 
     def _unequal(
         self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
-    ) -> tuple[Option | None, bool]:
-        allowed = self.allowed[1]
+    ) -> tuple[UnequalOption | None, bool]:
+        """Return the option of unequal replicas, and whether memory allows it everywhere."""
         least = self.row.least_share(warm)
         key = (kinds, ring.fixed, ring.each, recompute, least)
-        if key in self._equals:
-            return self._equals[key], True
-        rows = [self._times(kind, recompute) for kind in kinds]
-        held = self.most_shares(kinds, full, recompute)
-        everywhere = all(bool((room[allowed] >= self.count).all()) for room in held)
-        fits = self._fits(kinds, warm, full, recompute)
-        if not fits.any():
-            return None, everywhere
-        each = np.stack([row[0][fits] for row in rows])
-        shares = _shares(each, np.stack([room[fits] for room in held]), least, self.count, self._head)
-        slowest = np.full(allowed.shape, np.inf)
-        slowest[fits] = ((shares - self._head) * each).max(0)
-        option = self._priced(slowest, rows, len(kinds), ring, recompute)
+        if key in self._unequals:
+            return self._unequals[key], True
+        if self._all_roomy(kinds, full, recompute):
+            option, everywhere = UnequalOption(self, recompute, kinds, None, least, ring, self.allowed[1]), True
+        else:
+            held = self.most_shares(kinds, full, recompute)
+            everywhere = all(bool((room[self.allowed[1]] >= self.count).all()) for room in held)
+            fits = self._fits(kinds, warm, full, recompute)
+            if not fits.any():
+                return None, everywhere
+            option = UnequalOption(self, recompute, kinds, None if everywhere else full, least, ring, fits)
         if self.roomy:
-            self._equals[key] = option
+            self._unequals[key] = option
         return option, everywhere
 
+    def priced(
+        self, options: Sequence[UnequalOption], which: Ints, first: Ints, last: Ints
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return pace, cost and ring of ranges of layers that fit, each by the option of its number. The options have
+        the same `case`."""
+        replicas, recompute, full = options[0].case
+        number = {kind: n for n, kind in enumerate(dict.fromkeys(self.kinds))}
+        kinds = np.array([[number[kind] for kind in option.kinds] for option in options])[which].T
+        if recompute not in self._stacked:
+            rows = [self.times(kind, recompute) for kind in number]
+            self._stacked[recompute] = [np.stack([row[n] for row in rows]) for n in range(3)]
+        each, weight, update = (seconds[kinds, first, last] for seconds in self._stacked[recompute])
+        held = np.broadcast_to(np.int64(self.count), each.shape)
+        if full is not None:
+            rooms = self.most_shares([*number], full, recompute, replicas)
+            held = np.stack([room[first, last] for room in rooms])[kinds, np.arange(len(first))]
+        fewest, fixed, part = np.array([(option.least, option.sums.fixed, option.sums.each) for option in options]).T
+        shares = _shares(each, held, fewest.astype(np.int64)[which], self.count, self.head)
+        slowest = ((shares - self.head) * each).max(0)
+        summing: Floats = fixed[which] + part[which] * self.grads[first, last]
+        pace, cost, ring = self._priced(slowest, (each, weight, update), replicas, summing)
+        return pace, cost, cost if ring is None else ring
+
     def _priced(
-        self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool
-    ) -> Option:
-        """Return the option of a stage from the seconds of its slowest replica; `rows` are the times of its kinds of
-        devices."""
-        each, weight, update = ([row[k] for row in rows] for k in range(3))
+        self, slowest: Floats, rows: Sequence[Sequence[Floats]], replicas: int, summing: Floats | None
+    ) -> tuple[Floats, Floats, Floats | None]:
+        """Return pace, cost and ring of a stage from the seconds of its slowest replica. `rows` are the seconds of its
+        devices: of a microbatch, of weight gradients, of an update. `summing` are those of its sum of gradients."""
+        each, weight, update = rows
         pace = slowest + _most(update)
-        summing = ring.fixed + ring.each * self.grads if replicas > 1 else None
         if self.row.delay:
             pace = replicas * pace
-            return Option(
-                recompute, pace, pace, None if summing is None else np.asarray(replicas * summing, np.float64)
-            )
+            return pace, pace, None if summing is None else np.asarray(replicas * summing, np.float64)
         if summing is not None:
             pace = pace + summing
         if self.row.splits:
             pace = pace + 2 * _most(weight)
             each = [np.maximum(t - 2 * w, 0.0) for t, w in zip(each, weight, strict=True)]
-        return Option(recompute, pace, _most(each), None)
+        return pace, _most(each), None
 
-    def _times(self, kind: int, recompute: bool) -> tuple[Floats, Floats, Floats]:
+    def times(self, kind: int, recompute: bool) -> tuple[Floats, Floats, Floats]:
         """Return the seconds of a microbatch, its weight gradients and an update."""
         if (kind, recompute) not in self._seconds:
             forward, backward, weight, again, update = self.table.times(self.fleet.devices[kind])
@@ -375,7 +358,7 @@ class Stages:
             )
         return self._seconds[kind, recompute]
 
-    def _most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
+    def most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
         """Return the most microbatches in flight that fit, for every range of layers; below 0 where not even the fixed
         bytes fit."""
         copies, holders = self.row.gradient_copies(replicas), replicas if self.wanted.zero else 1
@@ -424,15 +407,6 @@ def _room(left: Ints, each: Ints) -> Ints:
 def _ranges(sums: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
     """Return for entry (i, j) the sum over layers i .. j-1, from prefix sums."""
     return sums[None, :] - sums[:, None]
-
-
-def _most_of(numbers: Ints, rows: Floats) -> Floats:
-    """Return for each group the most of the rows of its kinds; `numbers` are how many of each kind it has."""
-    largest = np.full((len(numbers), rows.shape[1]), -np.inf)
-    for has, row in zip(numbers.T, rows, strict=True):
-        which = np.flatnonzero(has)
-        largest[which] = np.maximum(largest[which], row)
-    return largest
 
 
 def _most(matrices: Sequence[Floats]) -> Floats:

@@ -21,6 +21,7 @@ from penstock.passes.planner.layouts import DeviceSets
 from penstock.passes.planner.plan import PlanRequest
 from penstock.passes.planner.planner import Planner
 from penstock.passes.planner.set_search import SetSearch
+from penstock.passes.planner.tables.least import least_of_groups
 from penstock.support.errors import DoesNotFit
 
 from .brute import best_of_all
@@ -70,7 +71,7 @@ def test_no_stage_is_below_the_least_of_its_group() -> None:
         assert isinstance(sets, DeviceSets)
         groups = [sets.devices(group) for group in range(len(sets.groups))]
         rings = [sets.ring(group) for group in range(len(sets.groups))]
-        paces, _ = stages.least(groups, rings)
+        paces, _ = least_of_groups(stages, groups, rings)
         for pace, devices, ring in zip(paces, groups, rings, strict=True):
             times = len(devices) if stages.row.delay else 1
             for later, ahead in product(range(len(fleet) - len(devices) + 1), (0, 1, 2)):

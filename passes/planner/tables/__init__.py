@@ -1,0 +1,1 @@
+"""Tables that a search over sets of devices looks things up in."""
