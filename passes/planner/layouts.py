@@ -93,7 +93,11 @@ class DeviceSets:
         every = Pairs(self.source[by_size], self.group[by_size], self.target[by_size])
         ends = np.searchsorted(size[by_size], np.arange(len(fleet) + 1))
         self.by_size = [every.only(slice(begin, end)) for begin, end in pairwise(ends.tolist())]
-        self._weights = weights
+        self.weights = weights
+        # The boundaries between groups that were asked for, their numbers, and those of equal ways and loads.
+        self._crossings = np.full((len(self.groups), len(self.groups)), -1, np.int64)
+        self._hops: list[Hop] = []
+        self._hop_numbers: dict[object, int] = {}
         # Whether a group's devices depend on the set that is taken, and those that were asked for.
         self._shifts = bool((sizes > 1).any())
         self._devices: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -124,16 +128,28 @@ class DeviceSets:
             else np.array([using(self.members(u)) for u in range(self.count)])
         )
 
-    def has_left(self) -> Bools:
-        """Return by class and set whether the set has not all devices of the class."""
-        return np.ascontiguousarray((self.digits < np.array([len(members) for members in self.classes])).T)
-
     def ring(self, group: int) -> Ring:
         return ring_of(self.fleet, self.devices(group))
 
     def hop(self, group: int, behind: int) -> Hop:
         """Return the boundary from a group to one that stands behind it."""
         return hop_of(self.fleet, self.devices(group, int(self.weight[behind])), self.devices(behind))
+
+    def hop_numbers(self, groups: Numbers, behind: Numbers) -> tuple[Numbers, list[Hop]]:
+        """Return the numbers of boundaries from groups to others behind them, and the boundary of each number. Those
+        with the same ways and loads have one number. Devices of one class may be exchanged, so they are those of any
+        set."""
+        numbers = self._crossings[groups, behind]
+        if (new := np.flatnonzero(numbers < 0)).size:
+            for pair in np.unique(groups[new] * len(self.groups) + behind[new]).tolist():
+                a, b = divmod(pair, len(self.groups))
+                hop = self.hop(a, b)
+                number = self._hop_numbers.setdefault((hop.ways, hop.busy), len(self._hops))
+                if number == len(self._hops):
+                    self._hops.append(hop)
+                self._crossings[a, b] = number
+            numbers = self._crossings[groups, behind]
+        return numbers, self._hops
 
     def single_hops(self) -> Iterator[Hop]:
         """Yield the boundaries between any two groups of one device."""
@@ -157,7 +173,7 @@ class DeviceSets:
         other = copy(self)
         other.classes = [sorted(members, key=lambda i: i not in devices) for members in self.classes]
         gone = np.array([sum(i in devices for i in x) for x in self.classes])
-        other.left_out = int(gone @ self._weights)
+        other.left_out = int(gone @ self.weights)
         able = (self.digits <= np.array([len(x) for x in self.classes]) - gone).all(1)
         other.by_size = [pairs.only(able[pairs.target]) for pairs in self.by_size]
         other._devices = {}
@@ -184,7 +200,7 @@ class DeviceSets:
                     better = np.minimum.reduceat(ways.min(0), pairs.starts)
                     least[x, pairs.ends] = np.minimum(least[x, pairs.ends], better)
         least = np.ascontiguousarray(least.T)
-        for column, weight in zip(self.digits.T, self._weights, strict=True):
+        for column, weight in zip(self.digits.T, self.weights, strict=True):
             for n in range(1, int(column.max()) + 1):
                 rows = np.flatnonzero(column == n)
                 least[rows] = np.minimum(least[rows], least[rows - weight])

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .chain import Floats, Table
-from .fleet import Fleet, Hop
+from .fleet import Fleet
 from .layouts import DeviceSets, Numbers
 from .plan import Judged, PipelinePlan, StagePlan
 from .search import FREE, Floor, Found, StageSearch
@@ -71,7 +71,8 @@ class States:
         return len(self.used)
 
     def only(self, which: Numbers | Bools) -> States:
-        return States(*(getattr(self, name)[which] for name in self.__slots__))
+        numbers = np.flatnonzero(which) if which.dtype == np.bool_ else which
+        return States(*(getattr(self, name).take(numbers) for name in self.__slots__))
 
 
 class PairTable:
@@ -111,9 +112,8 @@ class SetSearch(StageSearch):
         self._cells = StageCells(stages, len(sets.groups))
         # The numbers of options there, by devices of later stages: as [option, group, forwards in hand].
         self._numbers: dict[int, Numbers] = {}
-        # The boundaries between groups: their numbers, and their round trips and loads.
-        self._crossings = np.full((len(sets.groups), len(sets.groups)), -1, np.int64)
-        self._trip_rows, self._trip_numbers = PairTable(16, (table.count + 1,)), dict[object, int]()
+        # Round trips and loads of boundaries between groups, and the row of each boundary here by its number.
+        self._trip_rows, self._row_of = PairTable(16, (table.count + 1,)), np.full(16, -1)
         trips = self._least_trips()
         # What no stage of each group is below for layers y .. x - 1, as [group, y, x].
         self.paces, costs = self._least(trips)
@@ -125,7 +125,6 @@ class SetSearch(StageSearch):
         )
         self.foresees = len(sets.source) * len(self.blocks) ** 2 <= _MOST_ADDED and not self.delayed
         self.remainder = np.zeros((sets.count, table.count + 1)) if self.delayed else self._remainder(trips)
-        self.speeds = self._speeds()
 
     # -------------------------------------------------------------------------------------------- bounds
 
@@ -145,9 +144,10 @@ class SetSearch(StageSearch):
         that are not in a set: each layer on the fastest one."""
         kinds = [members[0] for members in self.sets.classes]
         rows = np.stack([self.stages.least_sum(kind) for kind in kinds])
-        layers = np.full((self.sets.count, rows.shape[1]), np.inf)
-        for has, row in zip(self.sets.has_left(), rows, strict=True):
-            np.minimum(layers, row, out=layers, where=has[:, None])
+        layers = np.full((1, rows.shape[1]), np.inf)
+        for members, row in zip(self.sets.classes, rows, strict=True):
+            # Sets of the classes until now, with no, one, ... devices of this one; the last ones have every one of it.
+            layers = np.concatenate([*[np.minimum(layers, row)] * len(members), layers])
         sums = np.concatenate([np.zeros((len(layers), 1)), np.cumsum(layers, 1)], 1)
         sums = np.maximum(sums, 0.0) + trips
         sums[:, 0] = 0.0
@@ -182,7 +182,8 @@ class SetSearch(StageSearch):
 
         return least_of(self.paces), least_of(self.costs)
 
-    def _speeds(self) -> tuple[Floats, Floats]:
+    @cached_property
+    def speeds(self) -> tuple[Floats, Floats]:
         """Return the time of the first x layers on a typical device, and how many of these the devices outside of each
         set are."""
         rows = [self.stages.least_sum(members[0]) for members in self.sets.classes]
@@ -458,19 +459,12 @@ class SetSearch(StageSearch):
         """Return round trip and load of a message from each group to the one behind it, at these layers."""
         if not len(at) or behind[0] < 0:
             return np.zeros(len(at)), np.zeros(len(at))
-        numbers = self._crossings[group, behind]
-        if (new := np.flatnonzero(numbers < 0)).size:
-            for pair in np.unique(group[new] * len(self.sets.groups) + behind[new]).tolist():
-                a, b = divmod(pair, len(self.sets.groups))
-                self._crossings[a, b] = self._trip_number(self.sets.hop(a, b))
-            numbers = self._crossings[group, behind]
-        return self._trip_rows.look(numbers, at)
-
-    def _trip_number(self, hop: Hop) -> int:
-        key = hop.ways, hop.busy
-        if key not in self._trip_numbers:
-            self._trip_numbers[key] = self._trip_rows.add(*self._boundary(hop))
-        return self._trip_numbers[key]
+        numbers, hops = self.sets.hop_numbers(group, behind)
+        if len(hops) > len(self._row_of):
+            self._row_of = np.concatenate([self._row_of, np.full(len(hops), -1)])
+        for number in np.unique(numbers[self._row_of[numbers] < 0]).tolist():
+            self._row_of[number] = self._trip_rows.add(*self._boundary(hops[number]))
+        return self._trip_rows.look(self._row_of[numbers], at)
 
     def _traced(self, states: States, end: States) -> PipelinePlan:
         stages: list[StagePlan] = []

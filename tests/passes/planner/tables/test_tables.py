@@ -106,6 +106,23 @@ def test_sums_over_sets_are_the_least_of_all_ways() -> None:
         assert not np.allclose(less, sets.sums(each))
 
 
+def test_boundaries_have_the_numbers_of_their_ways_and_loads() -> None:
+    """Asked for in any order, also where devices are left out."""
+    different = 0
+    for seed in range(12):
+        whole = drawn_sets(seed)
+        for sets in (whole, whole.without([1])):
+            pairs = [(sets.group[p], b) for p in range(len(sets.source)) for b in sets.group[: sets.begin[1]]]
+            able = [(a, b) for a, b in pairs if (np.add(sets.groups[a], sets.groups[b]) <= sets.digits[-1]).all()]
+            group, behind = np.array(Random(seed).sample(able, len(able))).T
+            numbers, hops = sets.hop_numbers(group, behind)
+            for a, b, number in zip(group, behind, numbers, strict=True):
+                hop = sets.hop(int(a), int(b))
+                assert (hops[number].ways, hops[number].busy) == (hop.ways, hop.busy)
+            different += len(hops) > 2
+    assert different > 5
+
+
 def dealt(option: UnequalOption, first: int, last: int) -> float:
     """The least time of the slowest replica over all ways to deal out the microbatches of a batch."""
     stages, full = option.stages, option.case[2]
