@@ -231,18 +231,21 @@ class LayoutSearch(StageSearch):
         came_from = np.zeros((len(self.layout.last), positions, 3), np.int64)
         rows = np.arange(positions)
         for number, (edge, options, trips, loads) in enumerate(self.work):
-            behind = values[edge.source]
-            if not np.isfinite(behind).any():
+            reached = np.flatnonzero(np.isfinite(values[edge.source]))
+            if not len(reached):
                 continue
-            for which, sums in self._placed(edge, options, trips, loads, behind, limit):
+            # Only between these layers does the stage behind begin; this one begins in front of them.
+            span = slice(reached[0], reached[-1] + 1)
+            behind, target = values[edge.source, span], values[edge.target, : span.stop]
+            for which, sums in self._placed(edge, options, (trips[span], loads[span], behind), limit, span):
                 at = sums.argmin(1)
-                best = sums[rows, at]
-                better = best < values[edge.target]
-                if better.any():
-                    values[edge.target] = np.where(better, best, values[edge.target])
-                    came_from[edge.target, better] = np.stack(
-                        [np.full(positions, number), np.full(positions, which), at], 1
-                    )[better]
+                best = sums[rows[: span.stop], at]
+                better = np.flatnonzero(best < target)
+                if len(better):
+                    target[better] = best[better]
+                    came_from[edge.target, better, 0] = number
+                    came_from[edge.target, better, 1] = which
+                    came_from[edge.target, better, 2] = at[better] + span.start
         if not self.ends:
             return None
         end = min(self.ends, key=lambda n: values[n, 0])
@@ -253,32 +256,31 @@ class LayoutSearch(StageSearch):
         self,
         edge: LayoutEdge,
         options: list[Option | UnequalOption],
-        trips: Floats,
-        loads: Floats,
-        behind: Floats,
+        behind: tuple[Floats, Floats, Floats],
         limit: float,
+        span: slice,
     ) -> Iterator[tuple[int, Floats]]:
-        """Yield for every option of the edge the new values, by first layer and by first layer of the stage behind."""
+        """Yield for every option of the edge the new values, by first layer and by first layer of the stage behind,
+        which is in a span. There are round trips, loads and values of these, and no stage begins after the span."""
         replicas, m = len(edge.devices), self.count
+        trips, loads, values = behind
+        cells = slice(span.stop), span
         if self.delayed:
             follow = len(self.layout.last[edge.source])
-            waits = (
-                np.maximum(m * trips + behind - self.kept * (limit * follow if follow else 0.0), 0.0)
-                if follow
-                else behind
-            )
+            waits = np.maximum(m * trips + values - self.kept * (limit * follow), 0.0) if follow else values
             waits = np.where(m * loads <= limit, waits, np.inf)
             for which, option in enumerate(options):
-                sums = option.cost + waits[None, :]
+                sums = option.cost[cells] + waits[None, :]
                 allowed = sums <= limit * replicas
                 if option.ring is not None:
-                    allowed &= option.ring <= limit * replicas
+                    allowed &= option.ring[cells] <= limit * replicas
                 yield which, np.where(allowed, sums, np.inf)
             return
         more = (-(-m // replicas) - 1) * trips if self.row.bounded else 0.0 * trips
-        start = np.where((m - 1) * loads <= limit, behind + trips, np.inf)
+        start = np.where((m - 1) * loads <= limit, values + trips, np.inf)
         for which, option in enumerate(options):
-            yield which, np.where(option.pace + more[None, :] <= limit, option.cost + start[None, :], np.inf)
+            allowed = option.pace[cells] + more[None, :] <= limit
+            yield which, np.where(allowed, option.cost[cells] + start[None, :], np.inf)
 
     def _traced(self, end: int, came_from: np.ndarray) -> PipelinePlan:
         stages: list[StagePlan] = []
