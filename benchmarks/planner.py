@@ -2,6 +2,10 @@
 
     python benchmarks/planner.py [--hosts 8 128] [--width 12288] [--batch 512 1536]
     python benchmarks/planner.py --unequal 8 16 [--replicas 1] [--layers 36] [--plans-only]
+    python benchmarks/planner.py --packs
+
+With --packs a perceptron of three layers is planned for three unequal devices as `plan --batch` does it, with passes
+and simulation, with several stages on a device and without these.
 
 With --unequal the devices of a fleet are all different, each on a host of its own, and the chain has layers of random
 work (the seed is the number of devices). The last rows are all that `penstock plan` asks the planner; --plans-only
@@ -23,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,8 +35,10 @@ from machine import markdown, write_json
 from processes import peak_bytes, resident_bytes
 from shapes import gpt_chain
 
+import penstock as ps
 from penstock.ir.cluster.cluster import OTHER_HOST, Cluster, Device, LinkClass
-from penstock.ir.schedule_names import TRAINING
+from penstock.ir.schedule_names import ALL_SYNCHRONOUS, SYNCHRONOUS, TRAINING
+from penstock.passes.costs.prices import shown_seconds
 from penstock.passes.planner.argue import counterfactuals, plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, PhaseWork
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
@@ -154,6 +161,40 @@ def explained(count: int, layers: int, replicas: int, schedules: tuple[str, ...]
     return {"parts": {**parts, "whole": times[-1] - times[0]}}
 
 
+def plan_packs() -> list[dict[str, Any]]:
+    """Plan with several stages on a device and without, and print a line for each."""
+    rows = [apart(search_packs, kinds) for kinds in (SYNCHRONOUS, ALL_SYNCHRONOUS)]
+    heads, lines = table_of_packs(rows)
+    print(markdown(heads, lines))
+    return rows
+
+
+def search_packs(schedules: Sequence[str]) -> dict[str, Any]:
+    """Plan a perceptron of three layers on three devices, each on a host of its own, that compute unequally fast."""
+    from penstock.models import write_mlp
+
+    devices = tuple(Device(f"cpu:{i}", host=f"h{i}", flops=flops) for i, flops in enumerate((3e9, 2e9, 1e9)))
+    cluster = Cluster(devices, classes=(LinkClass(OTHER_HOST, 1e9, 1e-4),))
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3))
+    with TemporaryDirectory() as folder:
+        path = write_mlp(Path(folder) / "model.onnx", (256, 512, 512, 64))
+        start = time.process_time()
+        plan = ps.plan_best(
+            lambda size: ps.from_onnx(path, dims={"batch": size}),
+            cluster,
+            training,
+            batch=64,
+            sizes=(4, 8, 16, 32, 64),
+            schedules=schedules,
+            shard="none",
+        )
+        seconds = time.process_time() - start
+    assert plan.search is not None
+    assert plan.module.schedule is not None
+    tried, chosen = [*plan.search.packs], plan.module.schedule.name
+    return {"tried": tried, "seconds": seconds, "step": plan.predicted.step, "chosen": chosen}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[8, 128], help="hosts of eight devices")
@@ -161,6 +202,7 @@ def main() -> int:
         "--batch", type=int, nargs="+", default=[512, 1536], help="samples per batch, for each number of hosts"
     )
     parser.add_argument("--unequal", type=int, nargs="+", metavar="N", help="fleets of so many unequal devices instead")
+    parser.add_argument("--packs", action="store_true", help="several stages on a device instead")
     parser.add_argument("--replicas", type=int, default=0, help="the most devices of a stage of these; 0: any number")
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
@@ -172,6 +214,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.unequal:
         return keep(arguments, "unequal", plan_unequal(arguments))
+    if arguments.packs:
+        return keep(arguments, "packs", plan_packs())
     rows: list[dict[str, Any]] = []
     print(markdown(HEADS, []), flush=True)
     for hosts, batch in zip(arguments.hosts, arguments.batch, strict=True):
@@ -242,6 +286,21 @@ def table_of_unequal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...]
 def table_of_equal(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
     """Make the table of equal devices, of committed rows."""
     return HEADS, [cells(row) for row in rows]
+
+
+def table_of_packs(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Make the table of plans with several stages on a device, of committed rows."""
+    lines = [
+        (
+            ", ".join(row["tried"]) or "none",
+            f"{row['seconds']:.1f} s",
+            mib(row),
+            shown_seconds(row["step"]),
+            row["chosen"],
+        )
+        for row in rows
+    ]
+    return ("schedules for packs that are tried", "took", "memory", "batch takes", "chosen"), lines
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

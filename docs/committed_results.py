@@ -59,6 +59,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "plans-best-of-all": partial(plans_run, "best_of_all"),
         "planned-unequal": committed_table("planner", "unequal"),
         "planned-equal": committed_table("planner", "equal"),
+        "planned-packs": committed_table("planner", "packs"),
         "large-folder": committed_table("large_folder"),
         "step-accounts": step_accounts,
     }

@@ -34,6 +34,15 @@ def test_memory_above_what_is_promised_fails(tmp_path: Path) -> None:
     assert lines.endswith("are more than promised\n")
 
 
+def test_packs_are_searched_beside_plans_without(tmp_path: Path) -> None:
+    """The control is the first row, with one stage on each device alone."""
+    report = tmp_path / "report.json"
+    run("planner.py", "--packs", "--json", str(report))
+    alone, packed = json.loads(report.read_text())["rows"]
+    assert (alone["tried"], packed["tried"]) == ([], ["interleaved", "zb-v"])
+    assert packed["step"] <= alone["step"]
+
+
 def test_paper_shapes_compare_what_can_be_compared(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     run("paper_shapes.py", "--devices", "8", "--models", "1.3B", "--batch", "16", "--json", str(report))
