@@ -6,8 +6,12 @@ Ranks of one host read each other's blocks where they lie (runtime/transport/sha
 it sends. Over gloo it has those that it gets, too (runtime/transport/gloo_blocks.py). A block is used again for blocks
 of exactly its size, once all members have read it. A block is under way from the kernel that begins its collective to
 the one that reads the result. For each group and size, a rank keeps the most blocks that are under way at once in a
-graph. It keeps one more, as it may be ahead of the others. Gradients that `AR` sums up lie where others can read them;
-over gloo they are copied. NCCL's own buffers are not counted.
+graph. It keeps one more, as it may be ahead of the others. Gradients of which ranks keep parts of the sum lie where others can
+read them; over gloo they are copied. NCCL's own buffers are not counted.
+
+Gradients that ranks sum up as a whole go through gloo's own ring (gloo/allreduce.cc) on all hosts. It cuts an array into
+segments of 1 MiB at most, two for each rank at least, and takes memory for two. It sums up on two threads, and each
+keeps the memory of the largest sum.
 """
 
 from __future__ import annotations
@@ -24,13 +28,16 @@ from penstock.ir.collective_calls import (
     kept_sums,
     sent_bytes,
 )
-from penstock.ir.graph import Graph, Module, graph_stage
+from penstock.ir.graph import Graph, Module, graph_stage, summed_vars
 from penstock.ir.ops import EXCHANGES
 
 from .workspace import kernels_in_order
 
 # Blocks for several members begin at multiples of so many bytes.
 _ALIGNMENT = 64
+# Of gloo's ring: the threads that sum up, the segments that one has memory for, the most bytes of a segment, and the
+# fewest segments for each rank.
+_THREADS, _HELD, _SEGMENT, _FEWEST = 2, 2, 1 << 20, 2
 
 
 def exchange_bytes(module: Module, rank: int, stages: Collection[int]) -> int:
@@ -43,7 +50,30 @@ def exchange_bytes(module: Module, rank: int, stages: Collection[int]) -> int:
             for at_once in _under_way(graph):
                 most |= Counter(key for call in at_once for key in _blocks(module, rank, call))
     summed = [key for stage in stages for call in kept_sums(module, stage) for key in _blocks(module, rank, call)]
-    return sum(size * (count + 1) for (_, size), count in most.items()) + sum(size for _, size in summed)
+    blocks = sum(size * (count + 1) for (_, size), count in most.items()) + sum(size for _, size in summed)
+    return blocks + max((_ring_bytes(module, rank, stage) for stage in stages), default=0)
+
+
+def _ring_bytes(module: Module, rank: int, stage: int) -> int:
+    """Return the bytes that gloo keeps to sum up whole gradients of a stage."""
+    assert module.schedule is not None
+    members = len(module.schedule.replicas()[rank])
+    if members == 1:
+        return 0
+    kept = {name for call in kept_sums(module, stage) for name in call.types}
+    arrays = Counter[tuple[str, int]]()
+    for name in summed_vars(module, stage):
+        if name not in kept:
+            var = module.vars[name]
+            nbytes = module.local_type(var.type, stage).nbytes
+            arrays[var.type.dtype, var.versions] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return _THREADS * _HELD * max((_segment(nbytes, members) for nbytes in arrays.values()), default=0)
+
+
+def _segment(nbytes: int, members: int) -> int:
+    """Return the bytes of a segment of an array. All ranks have as many of them."""
+    segments = max(-(-nbytes // _SEGMENT), _FEWEST * members)
+    return -(-nbytes // (-(-segments // members) * members))
 
 
 def _under_way(graph: Graph) -> Iterator[list[CollectiveCall]]:

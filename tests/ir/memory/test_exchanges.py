@@ -34,11 +34,28 @@ def with_gathers(kinds: str) -> Module:
     return module.but(graphs={**module.graphs, "s0.F": replace(forward, ops=(*ops, *forward.ops))})
 
 
-@pytest.mark.parametrize(("stages", "dp", "tp", "hidden"), [(1, 1, 2, 6), (2, 2, 2, 6), (1, 1, 3, 5)])
-def test_a_block_in_use_and_one_to_spare(stages: int, dp: int, tp: int, hidden: int) -> None:
-    module = local_mlp("2bw", stages, dp, tp, hidden=hidden).local
+@pytest.mark.parametrize(("stages", "tp", "hidden"), [(1, 2, 6), (2, 2, 6), (1, 3, 5)])
+def test_a_block_in_use_and_one_to_spare(stages: int, tp: int, hidden: int) -> None:
+    module = local_mlp("2bw", stages, 1, tp, hidden=hidden).local
     for rank, stage in enumerate(module.rank_stages()):
         assert exchange_bytes(module, rank, [stage]) == 2 * BLOCK
+
+
+def test_sums_of_whole_gradients_have_two_segments_on_each_of_two_threads() -> None:
+    module = local_mlp("2bw", 2, 2, 2).local
+    # The five gradients of a layer take 64 bytes each; two replicas cut their 320 bytes into four segments.
+    for rank, stage in enumerate(module.rank_stages()):
+        assert exchange_bytes(module, rank, [stage]) == 2 * BLOCK + 2 * 2 * 80
+    alone = local_mlp("2bw", 2, 1, 2).local
+    assert exchange_bytes(alone, 0, [0]) == 2 * BLOCK
+
+
+@pytest.mark.parametrize(("replicas", "segments"), [(2, 18), (3, 18), (4, 20), (12, 24)])
+def test_segments_of_large_gradients_are_a_mebibyte_at_most(replicas: int, segments: int) -> None:
+    # Two layers of 2 * 512 * 2048 weights, and 3072 others.
+    module = local_mlp("1f1b", 1, replicas, 1, microbatches=12, width=512, hidden=2048).local
+    nbytes = 2 * 4 * (2 * 512 * 2048 + 3072)
+    assert exchange_bytes(module, 0, [0]) == 2 * 2 * -(-nbytes // segments)
 
 
 def test_what_is_under_way_at_once_has_a_block_each() -> None:
