@@ -4,9 +4,9 @@
     python benchmarks/budgets.py --out DIR --width 64 --layers 5 --vocab 64 --budgets 3 --turns 1 --json x.json
 
 A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
-needs to what the plan that keeps everything needs. Each plan runs in a memory cgroup whose limit is its budget and what
-a run of a tiny model takes there, with the kernel's memory for it. The process that starts the run is in it, too. The
-kernel ends what takes more.
+needs to what the plan that keeps everything needs. Each plan runs in a memory cgroup whose limit is its budget and
+what a run of a tiny model takes there, with the kernel's memory for it. The process that starts the run is in it,
+too. The kernel ends what takes more.
 
 Predictions are those of the simulator, with times that do not come from these runs. The plan that keeps everything is
 rehearsed by itself ahead of each budget: seconds of its forward, backward and update over their estimates correct the

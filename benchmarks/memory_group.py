@@ -51,8 +51,8 @@ class MemoryGroup:
 
 
 def held_in(group: str | Path) -> int:
-    """Return the bytes that processes of a group hold, with those of the kernel for them, as the limit counts these, too.
-    What the system keeps of files makes room, and is none of it."""
+    """Return the bytes that processes of a group hold, with those of the kernel for them, as the limit counts these,
+    too. What the system keeps of files makes room, and is none of it."""
     stat = dict(line.split() for line in (Path(group) / "memory.stat").read_text().splitlines())
     kernel = int((Path(group) / "memory.kmem.usage_in_bytes").read_text())
     return int(stat["rss"]) + int(stat["mapped_file"]) + kernel

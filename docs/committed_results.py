@@ -57,6 +57,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "chosen-teams": committed_table("chosen_teams"),
         "plans-held-back": partial(plans_run, "held_back"),
         "plans-best-of-all": partial(plans_run, "best_of_all"),
+        "memory-held-back": memory_of_plans,
         "planned-unequal": committed_table("planner", "unequal"),
         "planned-equal": committed_table("planner", "equal"),
         "planned-packs": committed_table("planner", "packs"),
@@ -111,6 +112,20 @@ def plans_run(name: str) -> str:
     facts, rows = document["facts"], document["rows"]
     shown = [f"* {facts['system']}; {facts['processor']}", f"* {benchmark.verdict(rows)}", ""]
     return "\n".join([*shown, markdown(*benchmark.table_of(rows))]) + "\n"
+
+
+def memory_of_plans() -> str:
+    """How far predicted memory of the chosen plans of held-back clusters is off, and the cells over the goal."""
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    import held_back_memory as benchmark
+    from machine import markdown
+
+    path = HERE.parent / "benchmarks/results/held_back_memory.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    facts, rows, beside = document["facts"], document["rows"], document["beside"]
+    over = [row for row in rows if benchmark.is_over(row, beside)]
+    shown = [f"* {facts['system']}; {facts['processor']}", f"* {benchmark.verdict(rows, beside)}", ""]
+    return "\n".join([*shown, markdown(*benchmark.table_of(over, beside))]) + "\n"
 
 
 def export_verdicts() -> str:

@@ -6,12 +6,12 @@ Ranks of one host read each other's blocks where they lie (runtime/transport/sha
 it sends. Over gloo it has those that it gets, too (runtime/transport/gloo_blocks.py). A block is used again for blocks
 of exactly its size, once all members have read it. A block is under way from the kernel that begins its collective to
 the one that reads the result. For each group and size, a rank keeps the most blocks that are under way at once in a
-graph. It keeps one more, as it may be ahead of the others. Gradients of which ranks keep parts of the sum lie where others can
-read them; over gloo they are copied. NCCL's own buffers are not counted.
+graph. It keeps one more, as it may be ahead of the others. Gradients of which ranks keep parts of the sum lie where
+others can read them; over gloo they are copied. NCCL's own buffers are not counted.
 
-Gradients that ranks sum up as a whole go through gloo's own ring (gloo/allreduce.cc) on all hosts. It cuts an array into
-segments of 1 MiB at most, two for each rank at least, and takes memory for two. It sums up on two threads, and each
-keeps the memory of the largest sum.
+Gradients that ranks sum up as a whole go through gloo's own ring (gloo/allreduce.cc), also within a host. It cuts an
+array into segments of 1 MiB at most, two for each rank at least, and takes memory for two. It sums up on two threads,
+and each keeps the memory of the largest sum.
 """
 
 from __future__ import annotations
