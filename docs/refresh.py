@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -267,18 +267,30 @@ def period(kind: str, stages: int, microbatches: int) -> Callable[[], str]:
     return text
 
 
-def moves_of_state(layers: int, offload: str = "state", microbatches: int = 4, **options: object) -> str:
-    """The computations and moves of a rank whose optimiser state is elsewhere, or what its forwards saved."""
+def moves_of_state(
+    layers: int,
+    offload: str = "state",
+    microbatches: int = 4,
+    batch: int = 4,
+    memory: Sequence[int] = (),
+    **options: object,
+) -> str:
+    """The computations and moves of a rank whose optimiser state is elsewhere, or what its forwards saved. Devices have
+    so much memory each; two have no limit if none is given."""
     import tempfile
+    from dataclasses import replace
 
     import penstock as ps
     from penstock.ir.schedule import COMPUTE
     from penstock.models import write_mlp
 
     with tempfile.TemporaryDirectory() as folder:
-        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [8] * layers, batch=4))
+        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [8] * layers, batch=batch))
     training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=microbatches)
-    schedule = ps.plan(model, ps.Cluster.local(2), training, offload=offload, **options).module.schedule
+    cluster = ps.Cluster.local(len(memory) or 2)
+    devices = (replace(d, spaces=(("ram", size),)) for d, size in zip(cluster.devices, memory, strict=False))
+    cluster = replace(cluster, devices=tuple(devices) or cluster.devices)
+    schedule = ps.plan(model, cluster, training, offload=offload, **options).module.schedule
     assert schedule is not None
     shown = [str(a) for a in schedule.ranks[0].batch if a.kind in COMPUTE or a.item]
     return block(textwrap.fill("rank 0 batch: " + " ".join(shown), 100, subsequent_indent="  "))
@@ -306,7 +318,7 @@ def updates_elsewhere() -> str:
     return block("\n".join(lines))
 
 
-def prices_of_fates() -> str:
+def prices_of_fates(widths: Sequence[int], batch: int, memory: int, microbatches: int, optimizer: str) -> str:
     """The argument of a plan under a limit of memory for what it moves and computes again."""
     import tempfile
     from dataclasses import replace
@@ -316,10 +328,10 @@ def prices_of_fates() -> str:
     from penstock.models import write_mlp
 
     with tempfile.TemporaryDirectory() as folder:
-        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", [512] * 6, batch=256))
+        model = ps.from_onnx(write_mlp(Path(folder) / "mlp.onnx", widths, batch=batch))
     local = ps.Cluster.local(1, threads=(1,))
-    small = replace(local, devices=(replace(local.devices[0], spaces=(("ram", 59 << 20),)),), spaces=(Space("disk"),))
-    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=5)
+    small = replace(local, devices=(replace(local.devices[0], spaces=(("ram", memory),)),), spaces=(Space("disk"),))
+    training = ps.Training(loss="mse", optimizer=getattr(ps, optimizer)(lr=0.01), microbatches=microbatches)
     prices = ps.plan(model, small, training, schedule="gpipe", offload="auto").prices
     assert prices is not None
     return block("\n".join(line for line in prices.lines() if ": no plan by " not in line))
@@ -403,9 +415,19 @@ PARTS: dict[str, Callable[[], str]] = {
         split_at=[f"{name}.product" for name in ("fc2", "fc3", "fc4", "fc5", "y")],
     ),
     "moves-of-sets": lambda: moves_of_state(9, "activations", 6, schedule="gpipe", split_at=["fc5.product"]),
+    "moves-of-both": lambda: moves_of_state(
+        17,
+        "activations",
+        8,
+        batch=32,
+        memory=(62 << 10, *[1 << 20] * 3),
+        schedule="2bw",
+        split_at=[f"fc{i}.product" for i in (5, 9, 13)],
+    ),
     "moves-of-chunks": lambda: moves_of_state(9, split_at=["fc5.product"]),
     "updates-elsewhere": updates_elsewhere,
-    "prices-of-fates": prices_of_fates,
+    "prices-of-fates": lambda: prices_of_fates([512] * 6, 256, 59 << 20, 5, "AdamW"),
+    "prices-of-both": lambda: prices_of_fates([8, *[64] * 24, 8], 64, 2 << 20, 8, "SGD"),
     "sinks": lambda: docstring("penstock.runtime.telemetry.sinks", "tensorboard:DIR", "Where PENSTOCK"),
     "cluster-file": lambda: docstring("penstock.ir.cluster.file", "[[device]]", "Numbers are in bytes"),
     "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.ir.action_kinds import AGAIN, COPY_IN, COPY_OUT, DROP, FORWARD, SAVED_ITEM
+from penstock.ir.action_kinds import AGAIN, COPY_IN, COPY_OUT, DROP, FORWARD, LET_GO, SAVED_ITEM
 from penstock.ir.graph import Module, Value
 from penstock.ir.memo import Derived
 from penstock.ir.schedule import READERS, Action
@@ -90,6 +90,20 @@ def most_sets_at_home(actions: Iterable[Action], stage: int, users: Container[st
 def most_sets_back(actions: Iterable[Action], stage: int) -> int:
     """Return the most sets of a stage that came back and are on the device at once."""
     return _most(actions, stage, COPY_IN, (DROP,))
+
+
+def most_sets_here(actions: Iterable[Action], stage: int) -> int:
+    """Return the most sets of a stage that are on the device at once: from F to L, or from CI to the drop."""
+    most, here = 0, set[int]()
+    for action in actions:
+        if action.stage != stage:
+            continue
+        if action.kind == FORWARD or (action.kind == COPY_IN and moves_saved(action)):
+            here.add(action.mb)
+            most = max(most, len(here))
+        elif action.kind == DROP or (action.kind == LET_GO and moves_saved(action)):
+            here.discard(action.mb)
+    return most
 
 
 def _most(actions: Iterable[Action], stage: int, begin: str, ends: Container[str]) -> int:

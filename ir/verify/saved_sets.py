@@ -28,14 +28,14 @@ def check_saved_sets(module: Module, run: ConcreteRun) -> Iterator[Problem]:
     """Check every move of what forwards saved in a run."""
     sets = {stage.index: saved_set(module, stage.index) for stage in module.stages}
     for rank, actions in run.programs.items():
-        yield from _SetMoves(run, rank, sets).check(actions)
+        yield from _SetMoves(module, run, rank, sets).check(actions)
 
 
 class _SetMoves:
     """The checker of one rank in one run. A microbatch on a stage has a state as soon as its forward is done."""
 
-    def __init__(self, run: ConcreteRun, rank: int, sets: dict[int, SavedSet | None]) -> None:
-        self._sets, self._problem = sets, FirstOfEach(run, rank)
+    def __init__(self, module: Module, run: ConcreteRun, rank: int, sets: dict[int, SavedSet | None]) -> None:
+        self._module, self._sets, self._problem = module, sets, FirstOfEach(run, rank)
         self._states: dict[tuple[int, int], str] = {}
 
     def check(self, actions: list[Action]) -> Iterator[Problem]:
@@ -52,7 +52,7 @@ class _SetMoves:
                 yield from self._drop(step, a)
             elif saved is not None and a.kind in saved.users and self._state(a) == _AWAY:
                 what = (
-                    f"takes %{min(saved.values)} of microbatch {a.mb}, which is at home in {saved.space} "
+                    f"takes %{self._first_taken(saved, a)} of microbatch {a.mb}, which is at home in {saved.space} "
                     f"(no {a.stage}{COPY_IN}{a.mb}:{SAVED_ITEM} before)"
                 )
                 yield from self._problem("away", step, what)
@@ -61,6 +61,12 @@ class _SetMoves:
 
     def _state(self, a: Action) -> str:
         return self._states.get((a.stage, a.mb), "")
+
+    def _first_taken(self, saved: SavedSet, a: Action) -> str:
+        """Name a value of a set that a computation takes, the first by name."""
+        graph = self._module.stage_graph(a.stage, a.kind)
+        assert graph is not None
+        return min(value.name for value in graph.ins if value.name in saved.values)
 
     def store(self, step: int, a: Action) -> Iterator[Problem]:
         state = self._state(a)

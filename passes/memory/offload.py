@@ -20,29 +20,33 @@ Where devices have too little memory for all saved sets, no more of these go tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, SUM, UPDATE, WEIGHTS_ITEM
+from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, LET_GO, STATE_ITEM, SUM, UPDATE
 from penstock.ir.batch_shares import updating_stages
 from penstock.ir.cluster.spaces import SPACE_KINDS
 from penstock.ir.graph import Module
-from penstock.ir.memory.items import copied_bytes, resident_bytes, stage_images
-from penstock.ir.memory.saved_sets import most_sets_at_home, moves_saved, saved_set
+from penstock.ir.memory.saved_sets import saved_set
 from penstock.ir.schedule import ADDERS, COMPUTE, SENDS, Action, Program, Schedule
 from penstock.support.errors import UsageError
-from penstock.support.words import counted, shown_bytes
 
 from .chunks import chunks_of, middle_of, movable_state, with_chunks
+from .notes_elsewhere import with_notes
 from .overlap_that_fits import fits_devices, later_peaks, too_small
-from .saved_elsewhere import Numbers, longest_away, with_saved_sets
+from .saved_elsewhere import (
+    AwaySets,
+    Numbers,
+    longest_away,
+    with_saved_sets,
+    without_moves,
+    without_saved_sets,
+)
 from .weights_elsewhere import movable_weights, with_weights
 
 STATE, ACTIVATIONS, BOTH, WEIGHTS, ALL = KINDS = ("state", "activations", "both", "weights", "all")
 # Those that move weights, and the fewest stages of a device that weights move on: it has those of two at once.
 MOVE_WEIGHTS, FEWEST_STAGES = (WEIGHTS, ALL), 3
-# The batches after which a rank has no more at home than before.
-_BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
         tight = _moved_away(module, options, ahead=False)
         ahead = result == tight or fits_devices(result)
         result = _as_few_sets(module, options, result if ahead else tight, ahead=ahead)
-    return result.noted("offload", *_notes(result))
+    return with_notes(result)
 
 
 def _moved_away(module: Module, options: OffloadOptions, *, ahead: bool) -> Module:
@@ -98,9 +102,7 @@ def _as_few_sets(module: Module, options: OffloadOptions, most: Module, *, ahead
     groups = longest_away(most)
     if not groups or too_small(most) or not too_small(_without_variables(module, options, ahead=ahead)):
         return most
-    assert module.cluster is not None
     homes = [stage.index for stage in most.stages if stage.home]
-    devices = [{most.rank_devices()[rank] for rank in group.ranks} for group in groups]
 
     def moved(counts: Sequence[int]) -> Module:
         numbers: dict[int, set[int]] = {}
@@ -110,6 +112,16 @@ def _as_few_sets(module: Module, options: OffloadOptions, most: Module, *, ahead
         sets = _without_saved_sets(module, homes, options.space, alone=False, moving=numbers)
         return _without_variables(sets, options, ahead=ahead)
 
+    return _with_fewest(module, most, groups, moved)
+
+
+def _with_fewest(
+    module: Module, most: Module, groups: Sequence[AwaySets], moved: Callable[[Sequence[int]], Module]
+) -> Module:
+    """Return a module with as few sets of each group elsewhere as memory asks for. `moved` has the first of each group
+    elsewhere, so many, and `most` all."""
+    assert module.cluster is not None
+    devices = [{most.rank_devices()[rank] for rank in group.ranks} for group in groups]
     # So many sets of each group are too few, and so many are enough.
     enough = [len(group.sets) for group in groups]
     limited = [all(module.cluster.device(name).memory for name in names) for names in devices]
@@ -124,6 +136,22 @@ def _as_few_sets(module: Module, options: OffloadOptions, most: Module, *, ahead
     return most if too_small(result) else result
 
 
+def with_fewer_sets(module: Module, changed: Collection[int], *, as_asked: bool) -> Module:
+    """Return the module with no more saved sets elsewhere than memory asks for, of stages that save less now. Where it
+    asks for none, none are, or all of them `as_asked`."""
+    groups = [group for group in longest_away(module) if not {stage for stage, _ in group.sets}.isdisjoint(changed)]
+    if not groups or too_small(module):
+        return module
+    if as_asked and not too_small(without_moves(module, {one for group in groups for one in group.sets})):
+        return module
+
+    def moved(counts: Sequence[int]) -> Module:
+        pairs = zip(groups, counts, strict=True)
+        return without_moves(module, {one for group, count in pairs for one in group.sets[count:]})
+
+    return _with_fewest(module, module, groups, moved)
+
+
 def _moved_for_nothing(kept: Mapping[int, int], moved: Mapping[int, int], module: Module) -> Iterator[int]:
     """Yield the stages whose saved sets are elsewhere though that of their ranks which needs most needs no less memory
     for it. `kept` and `moved` are the bytes of ranks without and with that."""
@@ -132,6 +160,17 @@ def _moved_for_nothing(kept: Mapping[int, int], moved: Mapping[int, int], module
         ranks = [rank for rank, other in enumerate(packs) if tuple(other) == pack]
         if max(moved[rank] / room[rank] for rank in ranks) >= max(kept[rank] / room[rank] for rank in ranks):
             yield from (stage.index for stage in module.stages if stage.index in pack and stage.home)
+
+
+def without_idle_sets(module: Module, changed: Collection[int]) -> Module:
+    """Return the module with saved sets of these stages, and others of their ranks, elsewhere only where there is one
+    still, and ranks need less memory for that."""
+    gone = [stage.index for stage in module.stages if stage.home and saved_set(module, stage.index) is None]
+    result = without_saved_sets(module, gone)
+    homes = [stage.index for stage in result.stages if stage.home]
+    kept, moved = later_peaks(without_saved_sets(result, homes)), later_peaks(result)
+    beside = {stage for pack in module.rank_packs() if not {*pack}.isdisjoint(changed) for stage in pack}
+    return without_saved_sets(result, beside.intersection(_moved_for_nothing(kept, moved, result)))
 
 
 def _rooms(module: Module) -> list[int]:
@@ -324,43 +363,3 @@ def _behind_sends(actions: Sequence[Action], at: int) -> int:
     while at + 1 < len(actions) and actions[at + 1].kind in SENDS:
         at += 1
     return at
-
-
-def _notes(module: Module) -> Iterator[str]:
-    """Yield what is elsewhere of each rank, and what that moves."""
-    assert module.schedule is not None
-    for rank, stages in enumerate(module.rank_packs()):
-        images = {stage: images for stage in stages if (images := stage_images(module, stage))}
-        if images:
-            space = next(iter(next(iter(images.values())).values())).space
-            moved = sum(copied_bytes(module, rank).values())
-            weights = any(WEIGHTS_ITEM in items for items in images.values())
-            chunked = next((len(items) for items in images.values() if not weights and STATE_ITEM not in items), 0)
-            parts = f" in {counted(chunked, 'chunk')}" if chunked else ""
-            nbytes = sum(image.stored * image.versions for items in images.values() for image in items.values())
-            most = max(resident_bytes(module, module.schedule.expand(rank, 2)))
-            yield (
-                f"rank {rank}: {'weights and ' if weights else ''}state of {counted(len(images), 'stage')}{parts}, "
-                f"{shown_bytes(nbytes)}, is at home in {space}, at most {shown_bytes(most)} of it on the device"
-                + (
-                    f", with gradients; a batch copies {shown_bytes(moved)}"
-                    if weights
-                    else "; a batch copies all of it"
-                )
-                + " in and out"
-            )
-        for stage in stages:
-            yield from _saved_notes(module, rank, stage)
-
-
-def _saved_notes(module: Module, rank: int, stage: int) -> Iterator[str]:
-    schedule, saved = module.schedule, saved_set(module, stage)
-    assert schedule is not None
-    moved = {a.mb % schedule.microbatches for a in schedule.ranks[rank].batch if moves_saved(a) and a.stage == stage}
-    if saved is not None and moved:
-        at_once = most_sets_at_home(schedule.expand(rank, _BATCHES), stage, saved.users)
-        yield (
-            f"rank {rank}: what stage {stage} saves of {len(moved)} of {schedule.microbatches} microbatches, "
-            f"{shown_bytes(saved.nbytes)} of each, is at home in {saved.space} until the backward, at most "
-            f"{counted(at_once, 'set')} at once; a batch copies {shown_bytes(len(moved) * saved.nbytes)} out and in"
-        )

@@ -20,6 +20,10 @@ graphs, seconds those of passes/costs/prices.py on the stage's device. Sets that
 R makes a whole set at once, so it may need more memory than copies in B. Where both fit, the schedule is played with
 the seconds of either (ir/grid.py), and R is taken unless copies in B are faster.
 
+Where the pass `offload` has sent what a stage saves elsewhere, R or B makes a part of it again, and the rest is
+elsewhere still. Peaks are those of both together, so a stage that fits with its moves alone computes nothing again.
+Where no choice fits, one without moves is looked for. Moves that memory asks for no longer are left out.
+
 The stages of a rank are taken in order, each with what those before it save. Limits: the chain model is exact on
 chains, the choice on graphs is not; W takes what R made, so that is held until then; a stage with W has no copies in B.
 """
@@ -27,20 +31,26 @@ chains, the choice on graphs is not; W takes what R made, so that is held until 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.ir.action_kinds import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.cluster.cluster import TAKEN, Device
-from penstock.ir.graph import Graph, Module
+from penstock.ir.graph import PARAM, Graph, Module
 from penstock.ir.grid import message_rules, play
 from penstock.ir.memory.predict import Memory
+from penstock.ir.memory.saved_sets import saved_set
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.passes.costs.prices import GraphCost
 from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.support.errors import DoesNotFit, UsageError
 from penstock.support.words import exact_bytes, itemised, shown_bytes
 
+from .notes_elsewhere import with_notes
+from .offload import with_fewer_sets, without_idle_sets
+from .overlap_that_fits import later_peaks
+from .saved_elsewhere import without_saved_sets
 from .saved_values import RecomputedStage, SavedValuesSearch
 
 MODES = ("auto", "none", "all")
@@ -79,7 +89,10 @@ class _Choice:
         self.before = self.module = module
         self.fused: Module | None = None
         self.options = options
-        self.notes: list[str] = []
+        # What is made again by stage, with the search that says so and the budget, 0 for none.
+        self.chosen: dict[int, tuple[SavedValuesSearch, RecomputedStage, int]] = {}
+        # The stages whose saved sets were elsewhere, and have less in them now or none.
+        self.changed: set[int] = set()
         # The refusals of stages that do not fit, and how far each is from fitting, by rank.
         self.problems: dict[tuple[int, ...], str] = {}
         self.excess: dict[int, float] = {}
@@ -92,31 +105,37 @@ class _Choice:
         graphs = {kind: graph for kind in COMPUTE if (graph := self.module.stage_graph(stage, kind)) is not None}
         if not {FORWARD, BACKWARD} <= graphs.keys() or (options.mode == "auto" and not budget):
             return
-        if self.module.stages[stage].home:
-            if options.mode == "all":
-                raise UsageError(
-                    f"what stage {stage} saves is elsewhere until its backward, and cannot be made again as well",
-                    where="recompute",
-                    hint="--offload activations, or --recompute all",
-                )
-            # The verifier says what does not fit.
-            return
         self.fused = self.fused or fuse(self.module, FuseOptions())
-        searches = [SavedValuesSearch(self.fused, stage, graphs, device, in_backward=False)]
-        if options.mode == "all":
-            chosen = searches[0].everything()
-        else:
-            if WEIGHTS not in graphs:
-                searches.append(SavedValuesSearch(self.fused, stage, graphs, device, in_backward=True))
-            chosen = self._cheapest(stage, [search.choose(budget) for search in searches], budget, device)
+        first, chosen = self._searched(self.fused, stage, graphs, budget, device)
+        is_away = saved_set(self.fused, stage) is not None
+        if options.mode == "auto" and is_away and chosen.peak > budget:
+            # Copies take memory of their own.
+            there = without_saved_sets(self.fused, [stage])
+            search, other = self._searched(there, stage, graphs, budget, device)
+            if other.peak < chosen.peak:
+                first, chosen, self.fused, is_away = search, other, there, False
+                self.module = without_saved_sets(self.module, [stage])
+                self.changed.add(stage)
+        if options.mode == "auto":
             self._judge(stage, chosen, budget, device)
         if chosen.dropped:
-            place = ", ".join(self.module.devices_of(stage))
             self.module, self.fused = (_applied(module, stage, chosen) for module in (self.module, self.fused))
             self.fused = fuse(self.fused, FuseOptions())
-            self.notes.append(searches[0].describe(chosen, place, budget if options.mode == "auto" else 0))
+            self.chosen[stage] = first, chosen, budget if options.mode == "auto" else 0
+            self.changed |= {stage} if is_away else set()
 
-    def _cheapest(self, stage: int, ways: Sequence[RecomputedStage], budget: int, device: Device) -> RecomputedStage:
+    def _searched(
+        self, fused: Module, stage: int, graphs: Mapping[str, Graph], budget: int, device: Device
+    ) -> tuple[SavedValuesSearch, RecomputedStage]:
+        """Return what is chosen for a stage, and the search for what R makes."""
+        searches = [SavedValuesSearch(fused, stage, graphs, device, in_backward=False)]
+        if self.options.mode == "all":
+            return searches[0], searches[0].everything()
+        if WEIGHTS not in graphs:
+            searches.append(SavedValuesSearch(fused, stage, graphs, device, in_backward=True))
+        return searches[0], self._cheapest(stage, [search.choose(budget) for search in searches], budget)
+
+    def _cheapest(self, stage: int, ways: Sequence[RecomputedStage], budget: int) -> RecomputedStage:
         """Return the way that fits and whose schedule takes least, the first of equals; where none fits, that with the
         lowest peak."""
         fits = [way for way in ways if way.peak <= budget]
@@ -151,7 +170,34 @@ class _Choice:
             hint = "more stages, fewer microbatches in flight or smaller microbatches (--dim) need less"
             what = "no plan fits into memory:" + itemised(list(self.problems.values()))
             raise DoesNotFit(what, hint=hint, excess=self.excess, needs=self.needs)
-        return self.module.noted("recompute", *self.notes) if self.notes else self.before
+        if not self.chosen and not self.changed:
+            return self.before
+        module = self._with_moves() if self.changed else self.module
+        return module.noted("recompute", *self._notes(module))
+
+    def _notes(self, module: Module) -> Iterator[str]:
+        """Yield what each stage computes again."""
+        peaks = later_peaks(module) if self.changed else {}
+        for stage, (search, chosen, budget) in self.chosen.items():
+            place = ", ".join(module.devices_of(stage))
+            # Moves that were left out take other memory.
+            peak = max(peaks[rank] for rank in search.ranks) if stage in self.changed else chosen.peak
+            yield search.describe(chosen, place, budget, peak)
+
+    def _with_moves(self) -> Module:
+        """Return the module with those moves of saved sets that memory still asks for; an error where it asks for
+        none."""
+        module = without_idle_sets(self.module, self.changed)
+        if not self.options.budget:
+            module = with_fewer_sets(module, self.changed, as_asked=self.options.mode == "all")
+        homes = (stage.home for stage in module.stages), (v.home for v in module.vars.values() if v.role == PARAM)
+        if not any(chain(*homes)):
+            raise UsageError(
+                "forwards keep nothing that has to be elsewhere, as the rest is made again: nothing would be gained",
+                where="recompute",
+                hint="leave --offload out, or take --offload state",
+            )
+        return with_notes(module)
 
 
 def _applied(module: Module, stage: int, way: RecomputedStage) -> Module:

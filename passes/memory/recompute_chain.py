@@ -85,6 +85,18 @@ def cheapest(chain: Sequence[Element], in_flight: int, budget: int) -> KeptEleme
     return KeptElements(tuple(reversed(chosen)), in_flight * best.kept + best.run, best.seconds)
 
 
+def least_bytes(chain: Sequence[Element], in_flight: int) -> int:
+    """Return the smallest budget for which there is a choice."""
+    low, high = 0, in_flight * sum(element.bytes for element in chain)
+    while low < high:
+        middle = (low + high) // 2
+        if cheapest(chain, in_flight, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 def _undominated(paths: Iterable[_Path]) -> list[_Path]:
     """Return the Pareto front, by kept bytes: the paths that no other path beats or equals in all three numbers."""
     result: list[_Path] = []

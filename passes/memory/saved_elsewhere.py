@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.ir.action_kinds import BACKWARD, COPY_IN, COPY_OUT, FORWARD, LET_GO, SAVED_ITEM
 from penstock.ir.graph import Module
-from penstock.ir.memory.saved_sets import saved_set
+from penstock.ir.memory.saved_sets import moves_saved, saved_set
 from penstock.ir.schedule import COMPUTE, HANDS, RECEIVES, SENDS, Action, Program, Schedule
 
 # A set is away during the computations between F and B but for the first, when it goes, and the last, when it comes.
@@ -44,6 +44,29 @@ def with_saved_sets(module: Module, homes: Mapping[int, str], moving: Numbers | 
     away_from = {a.stage for a in schedule.actions() if a.item == SAVED_ITEM}
     stages = tuple(stage if stage.index in away_from else replace(stage, home="") for stage in away.stages)
     return module.but(stages=stages, schedule=schedule)
+
+
+def without_saved_sets(module: Module, stages: Collection[int]) -> Module:
+    """Return the module with the saved sets of some stages on the device."""
+    assert module.schedule is not None
+    return without_moves(
+        module, {(stage, number) for stage in stages for number in range(module.schedule.microbatches)}
+    )
+
+
+def without_moves(module: Module, staying: Collection[tuple[int, int]]) -> Module:
+    """Return the module with some sets on the device, by stage and number in the batch. A stage of which nothing moves
+    has no home."""
+    schedule = module.schedule
+    if not staying or schedule is None:
+        return module
+    m = schedule.microbatches
+    moving = schedule.rewrite_ranks(
+        lambda _, action: () if moves_saved(action) and (action.stage, action.mb % m) in staying else (action,)
+    )
+    away_from = {action.stage for action in moving.actions() if moves_saved(action)}
+    stages = tuple(stage if stage.index in away_from else replace(stage, home="") for stage in module.stages)
+    return module.but(stages=stages, schedule=moving)
 
 
 @dataclass(frozen=True, slots=True)

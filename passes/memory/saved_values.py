@@ -14,12 +14,14 @@ from penstock.ir.action_kinds import BACKWARD, FORWARD
 from penstock.ir.cluster.cluster import Device
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.liveness import from_state_alone
-from penstock.ir.memory.predict import Memory, rank_memory
+from penstock.ir.memory.predict import BATCHES, Memory, rank_memory
+from penstock.ir.memory.saved_sets import most_sets_here, saved_set
+from penstock.ir.memory.walk import actions_of
 from penstock.passes.costs.prices import op_seconds
 from penstock.passes.kernels.fuse import FuseOptions, fuse
 from penstock.support.words import shown_bytes
 
-from .recompute_chain import Element, cheapest
+from .recompute_chain import Element, cheapest, least_bytes
 from .repeated import Repeated, apart, may_repeat, repeat, waiting_numbers
 
 # The number of budgets that the chain planner solves for, and of operations that it tries to keep after all.
@@ -141,18 +143,23 @@ class SavedValuesSearch:
         self.plan((*base, *remaining[:low]))
 
     def _chain_choices(self) -> list[tuple[Op, ...]]:
-        """Return what the chain planner drops, for budgets between the least and all."""
+        """Return what the chain planner drops, for budgets between the least and all. Of sets that are elsewhere those
+        count that are on the device."""
         chain, groups = self._chain()
-        in_flight = max(1, self.before.memory.in_flight)
-        most = in_flight * sum(e.bytes for e in chain)
+        is_away = saved_set(self.module, self.index) is not None
+        in_flight = max(1, self._most_sets_here() if is_away else self.before.memory.in_flight)
+        least, most = least_bytes(chain, in_flight) if is_away else 0, in_flight * sum(e.bytes for e in chain)
         choices: dict[tuple[int, ...], tuple[Op, ...]] = {}
         for step in range(_CHAIN_BUDGETS):
-            choice = cheapest(chain, in_flight, most * step // _CHAIN_BUDGETS)
+            choice = cheapest(chain, in_flight, least + (most - least) * step // _CHAIN_BUDGETS)
             if choice is not None:
                 choices[choice.kept] = tuple(
                     op for i, group in enumerate(groups) if i not in choice.kept for op in group
                 )
         return list(choices.values())
+
+    def _most_sets_here(self) -> int:
+        return max(most_sets_here(actions_of(self.schedule, rank, BATCHES), self.index) for rank in self.ranks)
 
     def _chain(self) -> tuple[list[Element], list[list[Op]]]:
         """Group saved operations in order into the elements of a chain: those between two crossings are one.
@@ -225,8 +232,8 @@ class SavedValuesSearch:
                 low = middle + 1
         return best
 
-    def describe(self, way: RecomputedStage, place: str, budget: int) -> str:
-        """Say what a stage computes again, when, and what that takes."""
+    def describe(self, way: RecomputedStage, place: str, budget: int, peak: int) -> str:
+        """Say what a stage computes again, when, and what that takes; `peak` is that of its rank in the end."""
         saved = [sum(v.type.nbytes for v in graph.saved) for graph in (self.forward, way.repeated.forward)]
         kinds = Counter(op.kind for op in way.repeated.copies if not self.free.issuperset(op.outs))
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda kv: (-kv[1], kv[0])))
@@ -240,7 +247,7 @@ class SavedValuesSearch:
         return (
             f"stage {self.index} on {place} computes again {when}{some}: {listed}. "
             f"It saves {shown_bytes(saved[1])} per microbatch instead of {shown_bytes(saved[0])}, "
-            f"predicted peak {shown_bytes(way.peak)} instead of {shown_bytes(self.before.peak)}{why}, "
+            f"predicted peak {shown_bytes(peak)} instead of {shown_bytes(self.before.peak)}{why}, "
             f"{way.seconds / times * 1e3:.3f} ms more per microbatch"
         )
 

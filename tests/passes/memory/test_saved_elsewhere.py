@@ -173,7 +173,7 @@ def test_what_gains_nothing_is_refused() -> None:
         run_passes(chain_model(WIDTHS, [], rows=2).but(cluster=cluster), calls, PASSES)
     with pytest.raises(UsageError, match="unknown 'data', expected one of state, activations, both"):
         offload(planned("1f1b", "none", "none"), OffloadOptions(what="data"))
-    with pytest.raises(UsageError, match="cannot be made again as well"):
+    with pytest.raises(UsageError, match="as the rest is made again: nothing would be gained"):
         planned("1f1b", "all", "activations")
     module = away("1f1b")
     nothing = tuple(replace(stage, home="disk") for stage in module.stages)

@@ -87,17 +87,17 @@ def test_the_fastest_that_fits_is_taken(model: ps.Model, mib: int, bandwidth: fl
 
 def test_control_slower_and_smaller_lead_to_another_choice(model: ps.Model) -> None:
     """A choice that did not look at bandwidth or bytes would be the same in each pair."""
-    assert moved_at(model, 56 * MIB, 2e7) == "none" != moved_at(model, 56 * MIB, 1e9)
+    assert chosen_at(model, 56 * MIB, 2e7) == "recomputing" != chosen_at(model, 56 * MIB, 1e9)
     needed = peak(planned(model, 63 * MIB, "auto").module)
-    assert moved_at(model, needed) == "activations" != moved_at(model, needed - 1)
+    assert chosen_at(model, needed) == "moving what forwards saved" != chosen_at(model, needed - 1)
 
 
-def moved_at(model: ps.Model, nbytes: int, bandwidth: float = 1e9) -> str:
-    """Return what is moved where a device has so many bytes."""
+def chosen_at(model: ps.Model, nbytes: int, bandwidth: float = 1e9) -> str:
+    """Return what the plan does where a device has so many bytes."""
     prices = planned(model, nbytes, "auto", bandwidth).prices
     assert prices is not None
     assert prices.chosen is not None
-    return prices.chosen.offload
+    return prices.chosen.words
 
 
 def test_where_nothing_fits_the_least_of_each_kind_is_named(model: ps.Model) -> None:

@@ -32,7 +32,8 @@ _DEFAULTS = PlanOptions(offload=AUTO)
 _SAME = 5e-4
 # The bytes of a device that everything fits on, which has a limit all the same, as moves depend on that.
 _ENDLESS = 1 << 60
-# Kinds that move all that others move: what is refused of these is refused of them.
+# Kinds that move all that others move: what is refused of these is refused of them. What is refused because all of it
+# is made again may not be, where something else makes room.
 _PARTS = {"both": ("state", "activations"), "all": ("weights",)}
 
 
@@ -69,7 +70,7 @@ class _Trials:
         prices, plans = FatePrices(limits, _price_of(free, "none", "none"), ()), dict[int, Plan]()
         for options in self._settings():
             parts = _PARTS.get(options.offload, ())
-            if any(p.refused and (p.offload in parts, p.recompute) == (True, options.recompute) for p in prices.tried):
+            if any(p.refused and p.offload in parts and p.recompute == "none" for p in prices.tried):
                 continue
             price, plan = self._tried(options, head)
             prices = replace(prices, tried=(*prices.tried, price))
