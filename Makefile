@@ -35,6 +35,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
+# Tests start a thousand processes. Where Python keeps no bytecode, each of them compiles the modules of Penstock anew: a second of five.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo examples test test-slow test-shuffled test-long test-devmode test-crowded test-models conformance coverage mutation lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
 .DEFAULT_GOAL := test
