@@ -78,46 +78,88 @@ BROKEN = """
 import sys
 sys.path.insert(0, {folder!r})
 import failure_kinds, failure_runs, failures
+from unittest.mock import patch
 
-def broken(place, chance):
-{lines}
-    return failure_runs.Result("broken")
-
-failures.KINDS["broken"] = broken
-sys.argv[1:] = ["--trials", "1", "--kinds", "broken", "--steps", "30", "--json", {out!r}]
+{kinds}
+sys.argv[1:] = ["--trials", {trials!r}, "--kinds", {names!r}, "--steps", "30", "--json", {out!r}]
 sys.exit(failures.main())
 """
+KIND = """
+def broken(place, chance):
+{lines}
+    return failure_runs.Result({name!r})
+
+failures.KINDS[{name!r}] = broken
+"""
 STAYS = "place.spawn([sys.executable, '-c', 'import time; time.sleep(60)'])"
+# What is changed for one trial is what it was for the next.
 WAYS_TO_BREAK = {
-    "nothing": ([], ""),
     "exit code": (
         ["run = place.spawn(place.command('--steps', '-1'))", "run.processes[0].wait()", "place.expect(run, [0], '')"],
         "exit codes [2], expected [0]",
     ),
     "words": (["run = place.local()", "run.processes[0].wait()", "place.expect(run, [0], 'x')"], "not the one error"),
-    "a process": (["place.await_end.__func__.__globals__['END_SECONDS'] = 0.5", STAYS, "place.await_end(0.0)"], "left"),
-    "seconds": (["place.shared.__dict__['slack'] = 0.0", STAYS.replace("60", "2"), "place.await_end(0.5)"], "it took"),
+    "a process": (
+        [
+            "with patch.dict(place.await_end.__func__.__globals__, END_SECONDS=0.5):",
+            f"    {STAYS}",
+            "    place.await_end(0.0)",
+        ],
+        "left",
+    ),
+    "seconds": (
+        [
+            "with patch.dict(place.shared.__dict__, slack=0.0):",
+            f"    {STAYS.replace('60', '2')}",
+            "    place.await_end(0.5)",
+        ],
+        "it took",
+    ),
     "losses": (
-        ["place.shared.losses[7] += 1e-12", "place.expect_well(place.local())"],
+        [
+            "losses = list(place.shared.losses)",
+            "losses[7] += 1e-12",
+            "with patch.dict(place.shared.__dict__, losses=losses):",
+            "    place.expect_well(place.local())",
+        ],
         "other losses than without the failure",
     ),
     "steps": (["place.expect_well(place.local(steps=29))"], "steps [0, 1, 2, 3, 4]... of 29"),
 }
 
 
-@pytest.mark.parametrize("way", WAYS_TO_BREAK)
-def test_control_a_broken_promise_is_told(tmp_path: Path, way: str) -> None:
-    lines, problem = WAYS_TO_BREAK[way]
-    script, out = tmp_path / "broken.py", tmp_path / "out.json"
-    body = "\n".join(f"    {line}" for line in lines)
-    script.write_text(BROKEN.format(folder=str(BENCHMARKS), lines=body, out=str(out)))
+def told(folder: Path, ways: dict[str, list[str]]) -> tuple[int, str, dict[str, str], int]:
+    """Try kinds of failures with these lines; return the exit code, the output, the problems of each, and how many failed."""
+    script, out = folder / "broken.py", folder / "out.json"
+    kinds = [KIND.format(name=name, lines="\n".join(f"    {line}" for line in lines)) for name, lines in ways.items()]
+    script.write_text(
+        BROKEN.format(
+            folder=str(BENCHMARKS), kinds="".join(kinds), trials=str(len(ways)), names=",".join(ways), out=str(out)
+        )
+    )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == (1 if problem else 0), done.stderr
     document = json.loads(out.read_text())
-    assert document["failed"] == (1 if problem else 0)
-    assert problem in "; ".join(document["trials"][0]["problems"])
-    assert f"1 trials, {document['failed']} failed" in done.stdout
-    assert re.search(rf"\| broken \| 1 \| {document['failed']} \|", done.stdout)
+    problems = {trial["kind"]: "; ".join(trial["problems"]) for trial in document["trials"]}
+    return done.returncode, done.stdout, problems, document["failed"]
+
+
+def test_control_a_broken_promise_is_told(tmp_path: Path) -> None:
+    """Each of them, among trials that fail for another reason."""
+    code, output, problems, failed = told(tmp_path, {name: lines for name, (lines, _) in WAYS_TO_BREAK.items()})
+    assert code == 1
+    assert problems.keys() == WAYS_TO_BREAK.keys()
+    for name, (_, problem) in WAYS_TO_BREAK.items():
+        assert problem in problems[name], name
+        assert re.search(rf"\| {name} \| 1 \| 1 \|", output), name
+    assert failed == len(WAYS_TO_BREAK)
+    assert f"{failed} trials, {failed} failed" in output
+
+
+def test_control_a_trial_that_breaks_nothing_has_no_problem(tmp_path: Path) -> None:
+    code, output, problems, failed = told(tmp_path, {"nothing": []})
+    assert (code, problems, failed) == (0, {"nothing": ""}, 0)
+    assert "1 trials, 0 failed" in output
+    assert re.search(r"\| nothing \| 1 \| 0 \|", output)
 
 
 def test_processes_are_found_whoever_their_parent_is(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ..straw.conftest import program_of
 from .test_host_waits import FEW, MANY, most_waits
 
 Program = Callable[..., Any]
@@ -38,12 +39,39 @@ def trained(program: Program, folder: Path, *cases: dict[str, Any], **variables:
     return said
 
 
+RESUMED = "chunks, 2bw, a processor beside the GPU"
+
+
+def resumptions(name: str) -> tuple[dict[str, Any], ...]:
+    """A training, the same with a stop half-way, and one that has half the steps."""
+    case, kind = CASES[name]
+    moved = {**case, "offload": kind}
+    return moved, {**moved, "resumed": True}, {**moved, "steps": 2}
+
+
+def lengths(case: dict[str, Any], kind: str) -> tuple[dict[str, Any], ...]:
+    return tuple({**case, "offload": kind, "steps": steps} for steps in (FEW, MANY))
+
+
+@pytest.fixture(scope="module")
+def said_of(straw: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """A function that returns what trainings say, of those of the quick tests. One program has run them all: starting one takes longer than a training."""
+    cases = [part for case, kind in CASES.values() for part in (case, {**case, "offload": kind})]
+    cases += [*resumptions(RESUMED), *lengths(*CASES["packs"])]
+    distinct = [case for i, case in enumerate(cases) if case not in cases[:i]]
+    program = program_of(straw, tmp_path_factory.mktemp("cache"))
+    all_said = trained(program, tmp_path_factory.mktemp("homes"), *distinct)
+    return lambda *wanted: [all_said[distinct.index(case)] for case in wanted]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_elsewhere_trains_the_same_to_the_last_bit(name: str, program: Program, tmp_path: Path) -> None:
+def test_what_is_elsewhere_trains_the_same_to_the_last_bit(
+    name: str, said_of: Callable[..., list[dict[str, Any]]]
+) -> None:
     """The plan needs less memory of the GPUs. What they use is not measured: memory of straw is freed when the device gets there, and not for what the rank
     tells it next."""
     case, kind = CASES[name]
-    kept, moved = trained(program, tmp_path, case, {**case, "offload": kind})
+    kept, moved = said_of(case, {**case, "offload": kind})
     assert moved["losses"] == kept["losses"]
     assert not moved["faults"]
     assert moved["copied"]
@@ -52,34 +80,32 @@ def test_what_is_elsewhere_trains_the_same_to_the_last_bit(name: str, program: P
     assert sum(peaks) < sum(before)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "chunks, 2bw, a processor beside the GPU",
-        pytest.param("weights in two versions", marks=pytest.mark.slow),
-        pytest.param("all of it", marks=pytest.mark.slow),
-    ],
-)
-def test_a_training_goes_on_from_what_its_homes_saved(name: str, program: Program, tmp_path: Path) -> None:
+def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], short: dict[str, Any]) -> None:
     """The control: two steps without a stop have other losses than the last two of four."""
-    case, kind = CASES[name]
-    cases = (
-        {**case, "offload": kind},
-        {**case, "offload": kind, "resumed": True},
-        {**case, "offload": kind, "steps": 2},
-    )
-    whole, resumed, short = trained(program, tmp_path, *cases)
     assert resumed["losses"] == whole["losses"]
     assert len(whole["losses"]) == 4
     assert not resumed["faults"]
     assert short["losses"] != whole["losses"][2:]
 
 
-@pytest.mark.parametrize(("case", "kind"), [CASES["packs"], pytest.param(*CASES["weights"], marks=pytest.mark.slow)])
-def test_a_rank_waits_once_for_each_batch(case: dict[str, Any], kind: str, program: Program, tmp_path: Path) -> None:
+def test_a_training_goes_on_from_what_its_homes_saved(said_of: Callable[..., list[dict[str, Any]]]) -> None:
+    check_resumed(*said_of(*resumptions(RESUMED)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weights in two versions", "all of it"])
+def test_other_trainings_go_on_from_what_their_homes_saved(name: str, program: Program, tmp_path: Path) -> None:
+    check_resumed(*trained(program, tmp_path, *resumptions(name)))
+
+
+def test_a_rank_waits_once_for_each_batch(said_of: Callable[..., list[dict[str, Any]]]) -> None:
     """As it does without copies: its GPU waits for these by itself."""
-    few, many = trained(program, tmp_path, *({**case, "offload": kind, "steps": steps} for steps in (FEW, MANY)))
-    assert most_waits(few, many) <= MANY
+    assert most_waits(*said_of(*lengths(*CASES["packs"]))) <= MANY
+
+
+@pytest.mark.slow
+def test_a_rank_waits_once_for_each_batch_of_weights(program: Program, tmp_path: Path) -> None:
+    assert most_waits(*trained(program, tmp_path, *lengths(*CASES["weights"]))) <= MANY
 
 
 def test_copies_of_items_and_sets(program: Program) -> None:

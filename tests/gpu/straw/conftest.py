@@ -39,12 +39,11 @@ def straw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def program(straw: Path, tmp_path: Path) -> Program:
-    """A function that runs a program, `gpu.straw.training` among them, and returns what it says."""
+def program_of(straw: Path, cache: Path) -> Program:
+    """Return a function that runs a program, `gpu.straw.training` among them, and returns what it says."""
 
     def run(name: str, *arguments: object, devices: int = 1, timeout: float = 500, **variables: str) -> dict[str, Any]:
-        environment = {**libraries.environment(straw, devices), "PENSTOCK_CACHE": str(tmp_path / "cache"), **variables}
+        environment = {**libraries.environment(straw, devices), "PENSTOCK_CACHE": str(cache), **variables}
         environment.pop("PYTEST_CURRENT_TEST", None)
         command = [sys.executable, "-m", name, *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -54,3 +53,9 @@ def program(straw: Path, tmp_path: Path) -> Program:
 
     assert os.path.isabs(straw)
     return run
+
+
+@pytest.fixture
+def program(straw: Path, tmp_path: Path) -> Program:
+    """A function that runs programs with a cache of this test's own."""
+    return program_of(straw, tmp_path / "cache")

@@ -135,13 +135,16 @@ def main(folder: Path, cases: list[Case]) -> list[dict[str, object]]:
     """Run trainings; return what there is to say of each."""
     said: list[dict[str, object]] = []
     folder.mkdir(exist_ok=True)
+    # The same variables for all trainings: their ranks are forked from one process, which imports once.
+    log = folder / "log"
+    os.environ["STRAW_LOG"] = str(log)
     for number, case in enumerate(cases):
-        place, log = folder / str(number), folder / f"log{number}"
+        place = folder / str(number)
+        log.unlink(missing_ok=True)
         cluster = Cluster.listed(case.devices)
         if case.shared:
             devices = tuple(replace(d, gpu="0") if d.kind == "cuda" else d for d in cluster.devices)
             cluster = replace(cluster, devices=devices)
-        os.environ["STRAW_LOG"] = str(log)
         on_straw = losses(case, cluster, place / "straw", case.backend)
         alike = Cluster.local(len(cluster.devices))
         expected = losses(case, alike, place / "expected", "numpy")
