@@ -1,4 +1,4 @@
-"""The blocks that a rank keeps for its collectives: copies of what it sends, and over sockets of what it gets.
+"""The memory that a rank keeps for its collectives: copies of what it sends, over sockets of what it gets, and gloo's.
 
 In: a module in local form, a rank. Out: bytes.
 
@@ -10,8 +10,8 @@ graph. It keeps one more, as it may be ahead of the others. Gradients of which r
 others can read them; over gloo they are copied. NCCL's own buffers are not counted.
 
 Gradients that ranks sum up as a whole go through gloo's own ring (gloo/allreduce.cc), also within a host. It cuts an
-array into segments of 1 MiB at most, two for each rank at least, and takes memory for two. It sums up on two threads,
-and each keeps the memory of the largest sum.
+array into segments of 1 MiB at most, and takes memory for two. It sums up on two threads, and each keeps the memory of
+the largest sum. Small arrays have two segments for each rank, so with many ranks they take less than is counted.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from .workspace import kernels_in_order
 
 # Blocks for several members begin at multiples of so many bytes.
 _ALIGNMENT = 64
-# Of gloo's ring: the threads that sum up, the segments that one has memory for, the most bytes of a segment, and the
-# fewest segments for each rank.
-_THREADS, _HELD, _SEGMENT, _FEWEST = 2, 2, 1 << 20, 2
+# The most bytes that gloo keeps for its ring: two threads with two segments of 1 MiB.
+RING = 2 * 2 * (1 << 20)
 
 
 def exchange_bytes(module: Module, rank: int, stages: Collection[int]) -> int:
@@ -50,30 +49,22 @@ def exchange_bytes(module: Module, rank: int, stages: Collection[int]) -> int:
             for at_once in _under_way(graph):
                 most |= Counter(key for call in at_once for key in _blocks(module, rank, call))
     summed = [key for stage in stages for call in kept_sums(module, stage) for key in _blocks(module, rank, call)]
-    blocks = sum(size * (count + 1) for (_, size), count in most.items()) + sum(size for _, size in summed)
-    return blocks + max((_ring_bytes(module, rank, stage) for stage in stages), default=0)
+    return sum(size * (count + 1) for (_, size), count in most.items()) + sum(size for _, size in summed)
 
 
-def _ring_bytes(module: Module, rank: int, stage: int) -> int:
-    """Return the bytes that gloo keeps to sum up whole gradients of a stage."""
+def ring_bytes(module: Module, rank: int, stages: Collection[int]) -> int:
+    """Return the bytes that gloo keeps on a rank to sum up whole gradients of its stages."""
     assert module.schedule is not None
-    members = len(module.schedule.replicas()[rank])
-    if members == 1:
+    if _is_gpu(module, rank) or len(module.schedule.replicas()[rank]) == 1:
         return 0
-    kept = {name for call in kept_sums(module, stage) for name in call.types}
-    arrays = Counter[tuple[str, int]]()
-    for name in summed_vars(module, stage):
-        if name not in kept:
+    arrays = Counter[tuple[int, str, int]]()
+    for stage in stages:
+        kept = {name for call in kept_sums(module, stage) for name in call.types}
+        for name in (name for name in summed_vars(module, stage) if name not in kept):
             var = module.vars[name]
             nbytes = module.local_type(var.type, stage).nbytes
-            arrays[var.type.dtype, var.versions] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return _THREADS * _HELD * max((_segment(nbytes, members) for nbytes in arrays.values()), default=0)
-
-
-def _segment(nbytes: int, members: int) -> int:
-    """Return the bytes of a segment of an array. All ranks have as many of them."""
-    segments = max(-(-nbytes // _SEGMENT), _FEWEST * members)
-    return -(-nbytes // (-(-segments // members) * members))
+            arrays[stage, var.type.dtype, var.versions] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return min(RING, max(arrays.values(), default=0))
 
 
 def _under_way(graph: Graph) -> Iterator[list[CollectiveCall]]:

@@ -7,7 +7,7 @@ What is counted, of all stages of a rank together:
                  D; where weight gradients are apart (W), what W takes of it and of B, until W
     boundary     values that came from other stages or go to them, from their receive or computation until they are
                  consumed or sent; what is exchanged once per batch, until the update
-    data         batches of the stage's inputs that wait in host memory, and blocks of collectives (exchanges.py); for a
+    data         batches of the stage's inputs that wait in host memory, and what collectives keep (exchanges.py); for a
                  stage on a GPU, the buffers on the device that copies and messages go through (passages.py); what
                  saved sets go through on their way to another space (saved_sets.py)
     workspace    temporaries inside one graph (workspace.py), blocks that are free at the moment, and scratch memory of
@@ -39,7 +39,7 @@ from penstock.ir.memo import Derived
 from penstock.ir.schedule import COMPUTE, READERS, Action
 
 from .account import BEFORE, Account, Life, Version
-from .exchanges import exchange_bytes
+from .exchanges import exchange_bytes, ring_bytes
 from .items import ItemClaims, is_brought, is_let_go, resident_bytes, stage_images
 from .passages import passage_bytes
 from .saved_sets import saved_set
@@ -122,7 +122,7 @@ def rank_memory(module: Module, rank: int) -> Memory:
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work
     # on it.
     data = passage_bytes(module, rank, fed) if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
-    data += exchange_bytes(module, rank, stages)
+    data += exchange_bytes(module, rank, stages) + ring_bytes(module, rank, stages)
     sets = [saved for stage in stages if (saved := saved_set(module, stage)) is not None]
     # A GPU copies each value of a set by itself.
     data += 0 if _on_gpu(module, rank) else sum(saved.gathered for saved in sets)

@@ -63,6 +63,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from penstock.ir.cluster.cluster import Device, Path
+from penstock.ir.memory.exchanges import RING
 from penstock.ir.memory.walk import POSTED
 from penstock.passes.schedules.kind import ScheduleKind
 from penstock.passes.schedules.schedule import SCHEDULES
@@ -229,6 +230,8 @@ def memory_of(table: Table, fleet: Fleet, plan: PipelinePlan, base: int) -> dict
                 device = fleet.devices[i]
                 held = kind.in_flight(share, warm, earlier, replicas)
                 data = table.data(part.first, part.last, device, plan.size * kind.waiting(plan.count))
+                if replicas > 1 and device.kind != "cuda":
+                    data += min(RING, int(table.grads[part.last] - table.grads[part.first]))
                 fixed = fixed_bytes(
                     table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero
                 )

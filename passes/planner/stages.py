@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.ir.memory.exchanges import RING
 from penstock.ir.memory.passages import BUFFERS
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.ir.memory.walk import POSTED
@@ -42,6 +43,11 @@ class Option:
     pace: Floats
     cost: Floats
     ring: Floats | None
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements its matrices have."""
+        return self.pace.size * (1 + (self.cost is not self.pace) + (self.ring is not None))
 
 
 class UnequalOption:
@@ -71,6 +77,11 @@ class UnequalOption:
         pace, cost, ring = (np.full(self.fits.shape, np.inf) for _ in priced)
         pace[first, last], cost[first, last], ring[first, last] = priced
         return pace, cost, ring
+
+    @property
+    def elements(self) -> int:
+        """Return about how many elements of eight bytes its matrices have."""
+        return self.fits.size // 8 + 3 * self.fits.size * ("_whole" in vars(self))
 
     @property
     def pace(self) -> Floats:
@@ -113,7 +124,7 @@ class Stages:
         self.grads = _ranges(table.grads)
         self.in_parts = wanted.recompute == "parts"
         self._seconds: dict[tuple[int, bool], tuple[Floats, Floats, Floats]] = {}
-        self._room: dict[tuple[int, bool, int, int], Ints] = {}
+        self._room: dict[tuple[int, bool, int, int, bool], Ints] = {}
         self._equals: dict[tuple[object, ...], Option] = {}
         self._unequals: dict[tuple[object, ...], UnequalOption] = {}
         self._found: dict[tuple[object, ...], list[Option | UnequalOption]] = {}
@@ -182,12 +193,7 @@ class Stages:
 
     def elements(self) -> int:
         """Return about how many elements the matrices of options have."""
-        return sum(
-            option.pace.size * (1 + (option.cost is not option.pace) + (option.ring is not None))
-            for options in self._found.values()
-            for option in options
-            if isinstance(option, Option)
-        )
+        return sum(option.elements for options in self._found.values() for option in options)
 
     def least_sum(self, kind: int) -> Floats:
         """Return by how much each layer makes the sum over stages longer, at least, where it is on such a device."""
@@ -362,7 +368,7 @@ class Stages:
         """Return the most microbatches in flight that fit, for every range of layers; below 0 where not even the fixed
         bytes fit."""
         copies, holders = self.row.gradient_copies(replicas), replicas if self.wanted.zero else 1
-        key = kind, recompute, copies, holders
+        key = kind, recompute, copies, holders, replicas > 1
         if key not in self._room:
             table, memory = self.table, self.fleet.devices[kind].memory
             if memory is None:
@@ -378,6 +384,8 @@ class Stages:
                 )
                 if self.fleet.devices[kind].kind != "cuda":
                     fixed = fixed + (BATCHES_AHEAD + 1) * table.b * self.row.waiting(self.count) * _ranges(table.fed)
+                    if replicas > 1:
+                        fixed = fixed + np.minimum(RING, _ranges(table.grads))
                 else:
                     crossing = table.crossing[:, None] + table.crossing[None, :]
                     fixed = fixed + BUFFERS * (table.b * _ranges(table.fed) + crossing)

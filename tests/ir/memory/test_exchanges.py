@@ -1,5 +1,5 @@
 """Blocks that ranks keep for collectives, counted by hand. That real ranks keep as many is tested with their pages
-(tests/acceptance/sharding/test_memory_of_parts.py)."""
+(tests/acceptance/sharding/test_memory_of_parts.py); so is what gloo keeps (tests/runtime/transport/test_ring.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oracles.sharding.local_modules import local_mlp
 
 from penstock.ir.cluster.cluster import Cluster, Device
 from penstock.ir.graph import Module
-from penstock.ir.memory.exchanges import exchange_bytes
+from penstock.ir.memory.exchanges import RING, exchange_bytes, ring_bytes
 from penstock.ir.memory.predict import measure_memory
 from penstock.ir.ops import make
 
@@ -34,28 +34,27 @@ def with_gathers(kinds: str) -> Module:
     return module.but(graphs={**module.graphs, "s0.F": replace(forward, ops=(*ops, *forward.ops))})
 
 
-@pytest.mark.parametrize(("stages", "tp", "hidden"), [(1, 2, 6), (2, 2, 6), (1, 3, 5)])
-def test_a_block_in_use_and_one_to_spare(stages: int, tp: int, hidden: int) -> None:
-    module = local_mlp("2bw", stages, 1, tp, hidden=hidden).local
+@pytest.mark.parametrize(("stages", "dp", "tp", "hidden"), [(1, 1, 2, 6), (2, 2, 2, 6), (1, 1, 3, 5)])
+def test_a_block_in_use_and_one_to_spare(stages: int, dp: int, tp: int, hidden: int) -> None:
+    module = local_mlp("2bw", stages, dp, tp, hidden=hidden).local
     for rank, stage in enumerate(module.rank_stages()):
         assert exchange_bytes(module, rank, [stage]) == 2 * BLOCK
 
 
-def test_sums_of_whole_gradients_have_two_segments_on_each_of_two_threads() -> None:
+def test_sums_of_gradients_keep_what_they_take_up_to_some_mebibytes() -> None:
     module = local_mlp("2bw", 2, 2, 2).local
-    # The five gradients of a layer take 64 bytes each; two replicas cut their 320 bytes into four segments.
+    # The five gradients of a layer take 64 bytes each.
     for rank, stage in enumerate(module.rank_stages()):
-        assert exchange_bytes(module, rank, [stage]) == 2 * BLOCK + 2 * 2 * 80
-    alone = local_mlp("2bw", 2, 1, 2).local
-    assert exchange_bytes(alone, 0, [0]) == 2 * BLOCK
+        assert ring_bytes(module, rank, [stage]) == 320
+    large = local_mlp("1f1b", 1, 2, 1, width=512, hidden=2048).local
+    assert ring_bytes(large, 0, [0]) == RING
 
 
-@pytest.mark.parametrize(("replicas", "segments"), [(2, 18), (3, 18), (4, 20), (12, 24)])
-def test_segments_of_large_gradients_are_a_mebibyte_at_most(replicas: int, segments: int) -> None:
-    # Two layers of 2 * 512 * 2048 weights, and 3072 others.
-    module = local_mlp("1f1b", 1, replicas, 1, microbatches=12, width=512, hidden=2048).local
-    nbytes = 2 * 4 * (2 * 512 * 2048 + 3072)
-    assert exchange_bytes(module, 0, [0]) == 2 * 2 * -(-nbytes // segments)
+def test_one_replica_and_gpus_have_no_sums_over_gloo() -> None:
+    assert ring_bytes(local_mlp("2bw", 2, 1, 2).local, 0, [0]) == 0
+    module = local_mlp("2bw", 2, 2, 2).local
+    gpus = Cluster(tuple(Device(name, "cuda") for name in module.rank_devices()))
+    assert ring_bytes(module.but(cluster=gpus), 0, [0]) == 0
 
 
 def test_what_is_under_way_at_once_has_a_block_each() -> None:

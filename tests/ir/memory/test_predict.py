@@ -10,7 +10,7 @@ from tests.oracles.sharding.local_modules import local_mlp
 
 from penstock.ir.batch_shares import fed_to_rank, share_of
 from penstock.ir.graph import Value
-from penstock.ir.memory.exchanges import exchange_bytes
+from penstock.ir.memory.exchanges import ring_bytes
 from penstock.ir.memory.predict import BATCHES_AHEAD, measure_memory, memory_course, planned_account
 from penstock.ir.types import TensorType
 from penstock.runtime.data.batches import BatchCuts
@@ -62,6 +62,6 @@ def test_replicas_wait_for_their_part_of_each_batch(dp: int, microbatches: int) 
         sent = [
             cuts.share(name, batch[name], share_of(module, rank), microbatches) for name in fed_to_rank(module, rank)
         ]
-        waiting = row.data - exchange_bytes(module, rank, [0])
+        waiting = row.data - ring_bytes(module, rank, [0])
         assert waiting == (BATCHES_AHEAD + 1) * sum(array.nbytes for array in sent)
         assert (sum(array.nbytes for array in sent) < whole) == (dp > 1)

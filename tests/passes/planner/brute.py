@@ -185,6 +185,7 @@ class Brute:
         return (
             sum(x.params for x in layers) * (2 if self.late else 1)
             + sum(x.grads for x in layers) * (2 if self.late and replicas > 1 else 1)
+            + (min(4 << 20, sum(x.grads for x in layers)) if replicas > 1 else 0)
             + ceil(sum(x.state for x in layers) / (replicas if self.zero else 1))
             + (sum(x.late for x in layers) if self.late and replicas == 1 else 0)
             + (self._again(first, last, held, kept) if recompute else held * saved)
