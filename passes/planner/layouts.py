@@ -95,26 +95,27 @@ class DeviceSets:
         self.by_size = [every.only(slice(begin, end)) for begin, end in pairwise(ends.tolist())]
         self.weights = weights
         # The boundaries between groups that were asked for, their numbers, and those of equal ways and loads.
-        self._crossings = np.full((len(self.groups), len(self.groups)), -1, np.int64)
+        self._crossings = np.full((len(self.groups), len(self.groups)), -1, np.int32)
         self._hops: list[Hop] = []
         self._hop_numbers: dict[object, int] = {}
-        # Whether a group's devices depend on the set that is taken, and those that were asked for.
+        # Whether a group's devices depend on the set that is taken, and those of groups where nothing is taken.
         self._shifts = bool((sizes > 1).any())
-        self._devices: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._devices: dict[int, tuple[int, ...]] = {}
         # The number of the set of devices that no plan may use.
         self.left_out = 0
         self.alike = self._alike()
 
     def devices(self, group: int, used: int = 0) -> tuple[int, ...]:
         """Return the devices of a group when those of a set are taken, class by class."""
-        key = group, used if self._shifts else 0
-        if key not in self._devices:
-            self._devices[key] = tuple(
-                i
-                for members, begin, more in zip(self.classes, self.digits[key[1]], self.groups[group], strict=True)
-                for i in members[begin : begin + more]
-            )
-        return self._devices[key]
+        if used and self._shifts:
+            return self._members_of(group, used)
+        if group not in self._devices:
+            self._devices[group] = self._members_of(group, 0)
+        return self._devices[group]
+
+    def _members_of(self, group: int, used: int) -> tuple[int, ...]:
+        classes = zip(self.classes, self.digits[used], self.groups[group], strict=True)
+        return tuple(i for members, begin, more in classes for i in members[begin : begin + more])
 
     def members(self, used: int) -> frozenset[int]:
         """Return the devices of a set."""
@@ -144,12 +145,13 @@ class DeviceSets:
             for pair in np.unique(groups[new] * len(self.groups) + behind[new]).tolist():
                 a, b = divmod(pair, len(self.groups))
                 hop = self.hop(a, b)
-                number = self._hop_numbers.setdefault((hop.ways, hop.busy), len(self._hops))
-                if number == len(self._hops):
+                if (number := self._hop_numbers.get((hop.ways, hop.busy), -1)) < 0:
+                    number = len(self._hops)
                     self._hops.append(hop)
+                    self._hop_numbers[hop.ways, hop.busy] = number
                 self._crossings[a, b] = number
             numbers = self._crossings[groups, behind]
-        return numbers, self._hops
+        return numbers.astype(np.int64), self._hops
 
     def single_hops(self) -> Iterator[Hop]:
         """Yield the boundaries between any two groups of one device."""

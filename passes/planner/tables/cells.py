@@ -43,12 +43,16 @@ class StageCells:
     def number(self, option: Option | UnequalOption) -> int:
         """Return the number of an option, which must not be dropped while this is in use."""
         if id(option) not in self._numbers:
-            number = self._numbers[id(option)] = len(self.options)
-            self.options.append(option)
+            number = len(self.options)
             if number == len(self._places):
-                self._places = np.concatenate([self._places, np.zeros_like(self._places)])
+                places = np.zeros((2 * number, self.side**2), np.int32)
+                places[:number] = self._places
+                self._places = places
             case = option.case if isinstance(option, UnequalOption) else None
-            self._case_of.append(self._cases.setdefault(case, len(self._cases)))
+            # The number stands last, so that an interrupt leaves no option with half of what it needs.
+            self._case_of[number:] = [self._cases.setdefault(case, len(self._cases))]
+            self.options.append(option)
+            self._numbers[id(option)] = number
         return self._numbers[id(option)]
 
     def look(self, numbers: Ints, first: Ints, last: Ints) -> tuple[Floats, Floats]:

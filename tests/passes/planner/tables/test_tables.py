@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations_with_replacement
 from math import inf
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from penstock.passes.planner.cost import judge
 from penstock.passes.planner.layouts import DeviceSets
 from penstock.passes.planner.plan import PipelinePlan, PlanRequest, StagePlan
 from penstock.passes.planner.planner import Planner
-from penstock.passes.planner.stages import UnequalOption
+from penstock.passes.planner.stages import Stages, UnequalOption
 from penstock.passes.planner.tables.cells import StageCells
 from penstock.passes.planner.tables.limits import RangeLimits
 
@@ -58,10 +59,12 @@ def test_first_layers_are_those_of_all_ranges() -> None:
             assert RangeLimits(paces).begins(limit).tolist() == expected
 
 
-def test_control_of_a_limit_that_is_a_little_higher() -> None:
-    paces = drawn_paces(0)
-    low, high = (RangeLimits(paces).begins(limit) for limit in (0.3, 0.33))
-    assert (low != high).any()
+@pytest.mark.parametrize("by", [-1, 1])
+def test_control_a_bisection_that_is_off_by_one_is_noticed(by: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = RangeLimits._count
+    monkeypatch.setattr(RangeLimits, "_count", lambda self, rows, most: count(self, rows, most) + by)
+    with pytest.raises(AssertionError):
+        test_reach_is_the_furthest_of_all_ranges(10**6)
 
 
 def drawn_sets(seed: int) -> DeviceSets:
@@ -70,6 +73,11 @@ def drawn_sets(seed: int) -> DeviceSets:
     sets = Planner(chain, fleet, PlanRequest(4, ("1f1b",), sizes=(1,))).places()[0]
     assert isinstance(sets, DeviceSets)
     return sets
+
+
+def drawn_stages(seed: int) -> Stages:
+    chain, fleet = draw_chain(Random(seed), 4), draw_fleet(Random(seed), 4, nics=False)
+    return Planner(chain, fleet, PlanRequest(6, ("1f1b",), sizes=(1,)))._stages("1f1b", 1, 3)
 
 
 def sums_of(sets: DeviceSets, each: np.ndarray) -> np.ndarray:
@@ -196,3 +204,37 @@ def test_control_of_shares_that_are_dealt_to_other_replicas(monkeypatch: pytest.
     monkeypatch.setattr(stages_module, "_shares", lambda each, *rest: shares(each[::-1], *rest))
     with pytest.raises(AssertionError):
         test_cells_have_the_times_of_all_ways_to_deal_microbatches_out("gpipe")
+
+
+class Interrupted(list[Any]):
+    """A list to which nothing can be added before the second try."""
+
+    tried = False
+
+    def append(self, item: Any) -> None:
+        if not self.tried:
+            self.tried = True
+            raise KeyboardInterrupt
+        super().append(item)
+
+
+@pytest.mark.parametrize("name", ["options", "_hops"])
+def test_a_search_after_an_interrupt_finds_the_same(name: str) -> None:
+    """An option or a boundary that was not listed whole is listed anew."""
+    sets = drawn_sets(0)
+    stages = drawn_stages(0)
+    cells, option = StageCells(stages, 1), next(iter(stages.options((0, 1), 0, 0, sets.ring(0))))
+    groups = np.arange(len(sets.groups)), np.arange(len(sets.groups))[::-1]
+
+    def asked() -> object:
+        if name == "options":
+            return cells.look(np.array([cells.number(option)]), np.array([0]), np.array([2]))[0].tolist()
+        numbers, hops = sets.hop_numbers(*groups)
+        return [hops[number] for number in numbers.tolist()]
+
+    setattr(cells if name == "options" else sets, name, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        asked()
+    found = asked()
+    sets, cells = drawn_sets(0), StageCells(stages, 1)
+    assert found == asked()
