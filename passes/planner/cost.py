@@ -230,7 +230,7 @@ def memory_of(table: Table, fleet: Fleet, plan: PipelinePlan, base: int) -> dict
                 device = fleet.devices[i]
                 held = kind.in_flight(share, warm, earlier, replicas)
                 data = table.data(part.first, part.last, device, plan.size * kind.waiting(plan.count))
-                if replicas > 1 and device.kind != "cuda":
+                if replicas > 1 and not plan.zero and device.kind != "cuda":
                     data += min(RING, int(table.grads[part.last] - table.grads[part.first]))
                 fixed = fixed_bytes(
                     table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero

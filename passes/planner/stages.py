@@ -384,7 +384,8 @@ class Stages:
                 )
                 if self.fleet.devices[kind].kind != "cuda":
                     fixed = fixed + (BATCHES_AHEAD + 1) * table.b * self.row.waiting(self.count) * _ranges(table.fed)
-                    if replicas > 1:
+                    # With zero, replicas read each other's gradients where they lie.
+                    if replicas > 1 and not self.wanted.zero:
                         fixed = fixed + np.minimum(RING, _ranges(table.grads))
                 else:
                     crossing = table.crossing[:, None] + table.crossing[None, :]

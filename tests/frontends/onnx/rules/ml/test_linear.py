@@ -17,7 +17,7 @@ from penstock.frontends.onnx.rules.ml.scores import TRANSFORMS
 from penstock.support.errors import UnsupportedModel
 
 from ...cases import compare, run
-from .cases import features_of, write_node
+from .cases import compared_by, features_of, write_node
 
 TYPES = (np.float32, np.float64, np.int32, np.int64)
 SEEDS = st.integers(0, 1 << 30)
@@ -27,7 +27,8 @@ BOTH = (np.int64, F32)
 
 def _agree(kind: str, x: np.ndarray, outputs: tuple[type, ...], **attributes: Any) -> None:
     with TemporaryDirectory() as folder, np.errstate(all="ignore"):
-        compare(write_node(Path(folder) / "ml.onnx", kind, {"x": x}, outputs, **attributes), {"x": x}, 1e-4)
+        path = write_node(Path(folder) / "ml.onnx", kind, {"x": x}, outputs, **attributes)
+        compare(path, {"x": x}, 1e-4, compared_by(attributes.get("post_transform", "NONE")))
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,7 +51,7 @@ def test_regressors_of_other_types(tmp_path: Path, dtype: type) -> None:
     np.testing.assert_allclose(run(import_onnx(path), {"x": x})[0], expected, rtol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS, st.sampled_from(TYPES), st.integers(1, 4), st.sampled_from(TRANSFORMS), st.booleans(), st.booleans())
 def test_classifiers(seed: int, dtype: type, targets: int, transform: str, named: bool, vector: bool) -> None:
     """One target is for two labels, or for none that are named."""

@@ -18,7 +18,7 @@ from penstock.frontends.onnx.rules.ml.scores import TRANSFORMS
 from penstock.support.errors import UnsupportedModel
 
 from ...cases import compare, run
-from .cases import MODES, features_of, leaves_of, random_trees, write_node
+from .cases import MODES, compared_by, features_of, leaves_of, random_trees, write_node
 
 FLOATS = (np.float32, np.float64)
 TYPES = (*FLOATS, np.int32, np.int64)
@@ -29,7 +29,8 @@ def _agree(
     kind: str, feeds: dict[str, np.ndarray], outputs: tuple[type, ...], opset: int = 3, **attributes: Any
 ) -> None:
     with TemporaryDirectory() as folder, np.errstate(all="ignore"):
-        compare(write_node(Path(folder) / "trees.onnx", kind, feeds, outputs, opset, **attributes), feeds)
+        path = write_node(Path(folder) / "trees.onnx", kind, feeds, outputs, opset, **attributes)
+        compare(path, feeds, through=compared_by(attributes.get("post_transform", "NONE")))
 
 
 def _fed(random: np.random.Generator, dtype: type, rows: int = 9, columns: int = 4) -> dict[str, np.ndarray]:

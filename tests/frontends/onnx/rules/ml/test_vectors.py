@@ -17,7 +17,7 @@ from penstock.frontends.onnx.rules.ml.scores import TRANSFORMS
 from penstock.support.errors import UnsupportedModel
 
 from ...cases import compare
-from .cases import write_node
+from .cases import compared_by, write_node
 
 F32 = np.float32
 BOTH = (np.int64, F32)
@@ -30,8 +30,7 @@ def _agree(kind: str, x: np.ndarray, outputs: tuple[type, ...], **attributes: An
         path = write_node(
             Path(folder) / "ml.onnx", kind, {"x": x}, outputs, kernel_params=[0.3, 0.5, 2.0], **attributes
         )
-        # The inverse of the error function is steep where scores of float32 cancel.
-        compare(path, {"x": x}, 1e-3 if attributes.get("post_transform") == "PROBIT" else 1e-4)
+        compare(path, {"x": x}, 1e-4, compared_by(attributes.get("post_transform", "NONE")))
 
 
 def _numbers(random: np.random.Generator, *shape: int) -> list[float]:
