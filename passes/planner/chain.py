@@ -25,12 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.ir.cluster.cluster import Device
+from penstock.ir.memory.exchanges import RING
 from penstock.ir.memory.passages import BUFFERS
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.support.errors import UsageError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+# Positions in a chain: one, or an array of them.
+At = int | Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Layer:
     `weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the
     whole forward). `fed` are bytes of one sample of the data that the layer takes itself. `late` are bytes beside these
     under schedules with a delay, without replicas. A layer that is `alone` changes variables with every microbatch, and
-    so is on one device only.
+    so is on one device only. `pieces` are the bytes of each of its gradients.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Layer:
     fed: int = 0
     late: int = 0
     alone: bool = False
+    pieces: tuple[int, ...] = ()
     forward: PhaseWork = PhaseWork()
     backward: PhaseWork = PhaseWork()
     weight: PhaseWork = PhaseWork()
@@ -150,6 +154,17 @@ _FAR = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
+class Sums:
+    """The replicas of a stage that add up gradients: how many these are, whether they share optimiser state out (`zero`),
+    whether some are `apart`, on other hosts, and whether their memory is that of hosts. NCCL's own is not counted."""
+
+    replicas: int
+    zero: bool
+    apart: bool
+    on_hosts: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RepeatedRanges:
     """Ranges of layers whose forward is computed again part by part. Entry (i, j) is for layers i .. j-1.
 
@@ -185,6 +200,11 @@ class Table:
         sizes = [x.workspace.at(b) for x in layers]
         for first in range(self.count):
             self.workspace[first, first + 1 :] = list(accumulate(sizes[first:], max))
+        # How many layers up to a position have a gradient of a size.
+        self._users = {
+            size: self._sums([int(size in x.pieces) for x in layers])
+            for size in sorted({size for x in layers for size in x.pieces})
+        }
         self._times: dict[Device, tuple[Floats, ...]] = {}
         self._parts: list[RepeatedRanges] = []
 
@@ -224,6 +244,25 @@ class Table:
                 ends <= reach, np.maximum(whole, 0), np.maximum(whole[cuts[best]], most[cuts[best], ends])
             )
         return RepeatedRanges(kept, most)
+
+    def exchanged(self, first: At, last: At, sums: Sums) -> tuple[Ints, Ints]:
+        """Return the bytes that a replica of layers first .. last-1 keeps for sums with others and for new weights, and
+        its workspace. Both are those of ir/memory/exchanges.py, which looks at the program."""
+        grads, workspace = self.grads[last] - self.grads[first], self.workspace[first, last]
+        if sums.replicas == 1:
+            return np.zeros_like(workspace), workspace
+        if not sums.zero:
+            return np.minimum(RING, grads) * sums.on_hosts, workspace
+        # Gradients are read where they lie, on other hosts from blocks of those that are sent and of those that come.
+        # One block of each size more: a new weight may be read yet when the next is written.
+        others = sums.replicas - 1 if sums.apart else 0
+        kept = 2 * others * -(-grads // sums.replicas)
+        for size, users in self._users.items():
+            part = -(-size // sums.replicas)
+            has_one = users[last] > users[first]
+            kept = kept + has_one * (2 + others) * part
+            workspace = np.maximum(workspace, has_one * (size + part))
+        return kept * sums.on_hosts, workspace
 
     def boundaries(self, calls: Calls) -> Floats:
         """Return in entry i the seconds that messages of a microbatch across position i take of each of the two devices

@@ -39,9 +39,12 @@ Bytes of a replica: parameters * versions + gradients + optimiser state + activa
 batches that wait (on CPUs; with forward, microbatches) + base. On a GPU CUDA's own memory and workspaces of libraries
 come on top, and in place of batches two buffers for inputs and for each direction of a boundary. There are 2 versions
 when delayed. Where updates run on other devices, the weights that come are then held beside these, but for replicas,
-whose gradients count twice. With level 1 of zero a replica has its part of the optimiser state; bytes between replicas
-and seconds stay the same. Gradients count twice when delayed and replicated: those of a batch wait for other replicas
-while the next one adds up. Activations are saved * in flight. With recomputation they are inputs * in flight + saved of
+whose gradients count twice. Sums of gradients on CPUs take up to 4 MiB of gloo. With level 1 of zero they do not, and a
+replica has its part of the optimiser state; bytes between replicas and seconds stay the same. It holds two blocks of
+each size that its parts of weights have, and in the update a whole weight and a part of it. Where there are several
+hosts it has blocks of what comes from the others, too, one for each of these and size, and two of its part of all
+gradients. Gradients count twice when delayed and replicated: those of a batch wait for other replicas while the next
+one adds up. Activations are saved * in flight. With recomputation they are inputs * in flight + saved of
 one. With recomputation in parts they are (inputs + values over the cuts between parts) * in flight + saved of the
 largest part. The cuts are those that take least. Seconds are those of computing all of it again. Buffers are POSTED
 receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
@@ -63,13 +66,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from penstock.ir.cluster.cluster import Device, Path
-from penstock.ir.memory.exchanges import RING
 from penstock.ir.memory.walk import POSTED
 from penstock.passes.schedules.kind import ScheduleKind
 from penstock.passes.schedules.schedule import SCHEDULES
 from penstock.support.words import counted, exact_bytes
 
-from .chain import Ints, Table
+from .chain import Ints, Sums, Table
 from .fleet import Fleet, Hop, Ring
 from .plan import Bytes, Judged, PipelinePlan, StagePlan
 
@@ -230,12 +232,17 @@ def memory_of(table: Table, fleet: Fleet, plan: PipelinePlan, base: int) -> dict
                 device = fleet.devices[i]
                 held = kind.in_flight(share, warm, earlier, replicas)
                 data = table.data(part.first, part.last, device, plan.size * kind.waiting(plan.count))
-                if replicas > 1 and not plan.zero and device.kind != "cuda":
-                    data += min(RING, int(table.grads[part.last] - table.grads[part.first]))
                 fixed = fixed_bytes(
                     table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero
                 )
-                alike[kinds[i], share] = replace(fixed, activations=activation_bytes(table, part, held))
+                sums = Sums(replicas, plan.zero > 0, fleet.is_apart, device.kind != "cuda")
+                kept, workspace = table.exchanged(part.first, part.last, sums)
+                alike[kinds[i], share] = replace(
+                    fixed,
+                    activations=activation_bytes(table, part, held),
+                    workspace=int(workspace),
+                    data=data + int(kept),
+                )
             memory[i] = alike[kinds[i], share]
         earlier += replicas
     return memory

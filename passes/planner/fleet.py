@@ -84,6 +84,11 @@ class Fleet:
         chosen, path = tuple(indices), self.path
         return Fleet(tuple(self.devices[i] for i in chosen), lambda a, b: path(chosen[a], chosen[b]), self.trains)
 
+    @property
+    def is_apart(self) -> bool:
+        """Say whether the devices are on several hosts."""
+        return len({device.host for device in self.devices}) > 1
+
     def kinds(self) -> list[int]:
         """Return for every device the first one that is alike."""
         return list(self._kinds)

@@ -311,6 +311,7 @@ class _Sized:
                     # A weight that comes is held beside both versions.
                     late=by_role[PARAM] if self.updates_elsewhere else 0,
                     alone=any(first <= i < last for i in moving),
+                    pieces=tuple(v.type.nbytes for v in owned if v.role == GRAD),
                 )
             )
         return layers

@@ -18,13 +18,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.ir.memory.exchanges import RING
 from penstock.ir.memory.passages import BUFFERS
 from penstock.ir.memory.predict import BATCHES_AHEAD
 from penstock.ir.memory.walk import POSTED
 from penstock.passes.schedules.schedule import SCHEDULES
 
-from .chain import Floats, Ints, Table
+from .chain import Floats, Ints, Sums, Table
 from .cost import base_of
 from .fleet import Fleet, Ring
 from .plan import PlanRequest
@@ -374,19 +373,20 @@ class Stages:
             if memory is None:
                 self._room[key] = np.full_like(table.workspace, _PLENTY)
             else:
-                saved = _ranges(table.saved)
+                saved, is_host = _ranges(table.saved), self.fleet.devices[kind].kind != "cuda"
+                places = np.arange(table.count + 1)
+                sums = Sums(replicas, self.wanted.zero > 0, self.fleet.is_apart, is_host)
+                kept, workspace = table.exchanged(places[:, None], places[None, :], sums)
                 fixed = (
                     _ranges(table.params) * self.row.versions
                     + _ranges(table.grads) * copies
                     - (-_ranges(table.state) // holders)
                     + _ranges(table.late) * (self.row.versions - copies)
-                    + table.workspace
+                    + workspace
+                    + kept
                 )
-                if self.fleet.devices[kind].kind != "cuda":
+                if is_host:
                     fixed = fixed + (BATCHES_AHEAD + 1) * table.b * self.row.waiting(self.count) * _ranges(table.fed)
-                    # With zero, replicas read each other's gradients where they lie.
-                    if replicas > 1 and not self.wanted.zero:
-                        fixed = fixed + np.minimum(RING, _ranges(table.grads))
                 else:
                     crossing = table.crossing[:, None] + table.crossing[None, :]
                     fixed = fixed + BUFFERS * (table.b * _ranges(table.fed) + crossing)

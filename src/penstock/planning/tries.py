@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from heapq import merge
 
 from penstock.passes.planner.argue import Result
 from penstock.passes.planner.chain import Chain
@@ -88,28 +89,20 @@ def tries(
 
     Each schedule contributes the best plan by simulation, where there is one, and the best by the formulas. Plans for
     somewhat less memory follow, because the planner works with estimates. Plans without replicas come last, because
-    their rules are simpler. The fastest schedule comes first. Then, by schedule, there are plans with less memory for
-    devices whose stages were `too_large` in those before.
+    their rules are simpler. The fastest of what the schedules have next comes first. Then, by schedule, there are plans
+    with less memory for devices whose stages were `too_large` in those before.
     """
-    limited = any(device.memory for device in result.fleet.devices)
     every = len(refined) == len(spared)
-    for schedule in sorted(spared, key=lambda kind: refined[kind].step if every else spared[kind][0].step):
-        outcome, little = spared[schedule]
-        if schedule in refined and refined[schedule].outcome.plan != outcome.plan:
-            yield schedule, refined[schedule].outcome, little
-        yield schedule, outcome, little
-        least = LESS_MEMORY if limited else ()
-        shared = len(outcome.plan.stages) < len(outcome.plan.devices)
-        alone = replace(result.wanted, replicas=1)
-        for wanted, part in [
-            *((result.wanted, part) for part in least),
-            *((alone, part) for part in (1.0, *least) if shared),
-        ]:
-            less = result.fleet.with_memory(part)
-            planner = Planner(result.chain, less, wanted)
-            if (best := planner.best(schedule)) is not None:
-                # A device that hardly helps stays where its memory is wanted.
-                yield schedule, *without_little_help(planner, best)
+    known = {kind: refined[kind].step if every else spared[kind][0].step for kind in spared}
+
+    def step_of(one: Try) -> float:
+        schedule, outcome, _ = one
+        best = (spared[schedule][0], refined[schedule].outcome) if schedule in refined else (spared[schedule][0],)
+        return known[schedule] if outcome in best else outcome.step
+
+    # A search for less memory begins when all plans that are faster were refused.
+    in_order = sorted(spared, key=known.__getitem__)
+    yield from merge(*(_of_schedule(schedule, result, spared, refined) for schedule in in_order), key=step_of)
     for schedule, part in ((schedule, part) for part in _BEGUN_WITH for schedule in result.outcomes):
         fleet = result.fleet.with_memory(part)
         for _ in range(CORRECTIONS):
@@ -120,6 +113,27 @@ def tries(
             if best.plan not in too_large:
                 break
             fleet = _corrected(fleet, best.plan, too_large[best.plan])
+
+
+def _of_schedule(
+    schedule: str, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]], refined: Mapping[str, Refined]
+) -> Iterator[Try]:
+    """Yield the plans of a schedule: for all of the memory, for less, and without replicas."""
+    outcome, little = spared[schedule]
+    if schedule in refined and refined[schedule].outcome.plan != outcome.plan:
+        yield schedule, refined[schedule].outcome, little
+    yield schedule, outcome, little
+    least = LESS_MEMORY if any(device.memory for device in result.fleet.devices) else ()
+    shared = len(outcome.plan.stages) < len(outcome.plan.devices)
+    alone = replace(result.wanted, replicas=1)
+    for wanted, part in [
+        *((result.wanted, part) for part in least),
+        *((alone, part) for part in (1.0, *least) if shared),
+    ]:
+        planner = Planner(result.chain, result.fleet.with_memory(part), wanted)
+        if (best := planner.best(schedule)) is not None:
+            # A device that hardly helps stays where its memory is wanted.
+            yield schedule, *without_little_help(planner, best)
 
 
 def _corrected(fleet: Fleet, plan: Chosen, error: DoesNotFit) -> Fleet:

@@ -16,12 +16,8 @@ def committed(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["packs_timed", "fates_timed"])
 def test_timed_schedules_take_three_percent_more_than_their_formulas_at_most(name: str) -> None:
-    """But for four stages on each of four devices with few microbatches, which miss the goal by little."""
     rows = committed(name)["rows"]
-    over = {(r["stages"], r["microbatches"], r["schedule"]): r["seconds"] / r["formula"] for r in rows}
-    missed = {shape for shape, ratio in over.items() if ratio > 1.03}
-    assert missed <= {(4, 4, "interleaved /4"), (4, 8, "interleaved /4")}
-    assert all(1 <= ratio <= 1.05 for ratio in over.values())
+    assert all(1 <= row["seconds"] / row["formula"] <= 1.03 for row in rows)
     assert all(row["live"] == row["versions"] for row in rows)
 
 

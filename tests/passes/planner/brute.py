@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, product
 from math import ceil, inf
 
-from penstock.passes.planner.chain import Chain, Times
+from penstock.passes.planner.chain import Chain, Layer, Times
 from penstock.passes.planner.fleet import Fleet
 from penstock.passes.planner.plan import PlanRequest
 
@@ -185,16 +185,31 @@ class Brute:
         return (
             sum(x.params for x in layers) * (2 if self.late else 1)
             + sum(x.grads for x in layers) * (2 if self.late and replicas > 1 else 1)
-            + (min(4 << 20, sum(x.grads for x in layers)) if replicas > 1 else 0)
+            + (self._exchanged(layers, replicas) if replicas > 1 else 0)
             + ceil(sum(x.state for x in layers) / (replicas if self.zero else 1))
             + (sum(x.late for x in layers) if self.late and replicas == 1 else 0)
             + (self._again(first, last, held, kept) if recompute else held * saved)
-            + max(x.workspace.at(b) for x in layers)
+            + self._workspace(layers, replicas)
             + POSTED * (coming + returning)
             + going
             + returned
             + self.base
         )
+
+    def _exchanged(self, layers: Sequence[Layer], replicas: int) -> int:
+        """Bytes of sums over replicas. With zero, each sends and gets parts of gradients, over hosts from blocks, and
+        has two blocks of each size for its parts of new weights, and one for each that comes from another host."""
+        grads = sum(x.grads for x in layers)
+        if not self.zero:
+            return min(4 << 20, grads)
+        others = replicas - 1 if len({device.host for device in self.fleet.devices}) > 1 else 0
+        blocks = sum(ceil(size / replicas) for size in {size for x in layers for size in x.pieces})
+        return 2 * others * ceil(grads / replicas) + (2 + others) * blocks
+
+    def _workspace(self, layers: Sequence[Layer], replicas: int) -> int:
+        """The most that a graph takes: with zero that may be a whole new weight, and the part that a replica made."""
+        weights = [size for x in layers for size in x.pieces] if self.zero and replicas > 1 else []
+        return max([*(x.workspace.at(self.b) for x in layers), *(size + ceil(size / replicas) for size in weights)])
 
     def _boundary(
         self, left: tuple[int, ...], right: tuple[int, ...], at: int, used: dict[str, float]

@@ -31,6 +31,7 @@ def draw_chain(rng: Random, layers: int) -> Chain:
                 workspace=Amount(0, rng.randrange(100) * 1000),
                 cut=rng.random() < 0.9,
                 late=params // 3 if i % 2 else 0,
+                pieces=(20_000,) * (params // 20_000) + (10_000,) * (params // 10_000 % 2),
                 forward=work((10**6, 3 * 10**7)),
                 backward=work((10**6, 6 * 10**7)),
                 weight=work((10**5, 2 * 10**7)),
