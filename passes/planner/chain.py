@@ -155,8 +155,9 @@ _FAR = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The replicas of a stage that add up gradients: how many these are, whether they share optimiser state out (`zero`),
-    whether some are `apart`, on other hosts, and whether their memory is that of hosts. NCCL's own is not counted."""
+    """The replicas of a stage that add up gradients: how many these are, whether they share optimiser state out
+    (`zero`), whether some are `apart`, on other hosts, and whether their memory is that of hosts. NCCL's own is not
+    counted."""
 
     replicas: int
     zero: bool
