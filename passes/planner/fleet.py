@@ -84,7 +84,7 @@ class Fleet:
         chosen, path = tuple(indices), self.path
         return Fleet(tuple(self.devices[i] for i in chosen), lambda a, b: path(chosen[a], chosen[b]), self.trains)
 
-    @property
+    @cached_property
     def is_apart(self) -> bool:
         """Say whether the devices are on several hosts."""
         return len({device.host for device in self.devices}) > 1
