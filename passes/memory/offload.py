@@ -15,7 +15,8 @@ that is too much for the memory of a device, the state of one is.
 A rank with one stage has its state in chunks, `c0`, `c1` and so on (chunks.py), and updates one after the other, by
 parts of its update.
 
-Where devices have too little memory for all saved sets, no more of these go than that asks for.
+Where devices have too little memory for all saved sets, no more of these go than that asks for; then weights stay as
+far as there is room (weights/room.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from .saved_elsewhere import (
     without_moves,
     without_saved_sets,
 )
-from .weights_elsewhere import movable_weights, with_weights
+from .weights.elsewhere import movable_weights, with_weights
+from .weights.room import with_weights_that_stay
 
 STATE, ACTIVATIONS, BOTH, WEIGHTS, ALL = KINDS = ("state", "activations", "both", "weights", "all")
 # Those that move weights, and the fewest stages of a device that weights move on: it has those of two at once.
@@ -69,6 +71,8 @@ def offload(module: Module, options: OffloadOptions = OffloadOptions()) -> Modul
         tight = _moved_away(module, options, ahead=False)
         ahead = result == tight or fits_devices(result)
         result = _as_few_sets(module, options, result if ahead else tight, ahead=ahead)
+        if options.what in MOVE_WEIGHTS:
+            result = with_weights_that_stay(result)
     return with_notes(result)
 
 
@@ -204,7 +208,7 @@ def _without_weights(module: Module, space: str) -> Module:
         )
     schedule = module.schedule
     early = {rank: Program(p.start, tuple(_updates_early(module, p.batch))) for rank, p in schedule.ranks.items()}
-    return with_weights(module.but(schedule=Schedule(schedule.name, schedule.microbatches, early)), homes)
+    return with_weights(module.but(schedule=Schedule(schedule.name, schedule.microbatches, early)), homes, {})
 
 
 def _without_saved_sets(

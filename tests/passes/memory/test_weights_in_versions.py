@@ -21,7 +21,7 @@ from penstock.ir.schedule import Action, Program
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify.verifier import verify
 from penstock.passes.manager import run_passes
-from penstock.passes.memory.weights_in_versions import with_versions_moved
+from penstock.passes.memory.weights.versions import with_versions_moved
 from penstock.passes.pipelines import PASSES, PipelineOptions, training_pipeline
 from penstock.support.errors import DoesNotFit, UsageError, VerifyError
 

@@ -207,6 +207,33 @@ def test_lanes_move_what_is_planned_to_the_byte(mlp, chunks, tmp_path, monkeypat
             assert moved != planned_lanes(module, left_out=item)
 
 
+def test_weights_stay_where_there_is_room(tmp_path):
+    """Numbers, copies and checkpoints are those of training without, and as planned."""
+    model = ps.from_onnx(write_mlp(tmp_path / "deep.onnx", [16] * 8, batch=4))
+    training = ps.Training(loss="mse", optimizer=ps.AdamW(lr=0.01), microbatches=M)
+
+    def planned(offload, memory=0):
+        (device,) = Cluster.local(1).devices
+        device = replace(device, spaces=(("ram", memory),) if memory else ())
+        cuts = [f"fc{i}.product" for i in range(2, 7)]
+        cluster = Cluster((device,), spaces=(Space("disk", path=str(tmp_path)),))
+        settings = {"schedule": "interleaved", "packs": 6, "split_at": cuts, "offload": offload, "recompute": "none"}
+        return ps.plan(model, cluster, training, **settings)
+
+    (needed,) = (row["peak"] for row in planned("state").as_dict()["memory"].values())
+    stay = planned("weights", needed - 1)
+    assert len(movable := [v for v in stay.module.vars.values() if v.role == "param" and v.home]) > 0
+    assert len(movable) < len([v for v in planned("weights").module.vars.values() if v.role == "param" and v.home])
+    whole, away = (
+        ps.compile(plan, tmp_path / name, backend="numpy")
+        for name, plan in (("whole", planned("none")), ("away", stay))
+    )
+    same(trained(away), trained(whole))
+    module, copies = traced(away, tmp_path / "trace.json")
+    assert moved_lanes(module, copies) == planned_lanes(module)
+    checkpoints((whole, away), tmp_path / "checkpoints")
+
+
 def test_checkpoints_are_those_of_training_without(packs, chunks, tmp_path):
     checkpoints(packs, tmp_path / "packs")
     checkpoints(chunks, tmp_path / "chunks")

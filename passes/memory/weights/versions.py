@@ -28,10 +28,10 @@ from penstock.ir.action_kinds import COPY_IN, COPY_OUT, FORWARD, LET_GO, UPDATE,
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import stage_images
 from penstock.ir.schedule import READERS, Action, Program
+from penstock.passes.memory.chunks import ahead_of_receives
 from penstock.support.errors import UsageError
 
-from .chunks import ahead_of_receives
-from .gradients_elsewhere import put_gradients
+from .gradients import put_gradients
 
 # The lists that are looked at behind each other, and the one of them whose moves are taken. A stay reaches from one
 # visit into the next, and a visit is within two lists: three on each side are enough for all that are taken.

@@ -12,8 +12,7 @@ from penstock.ir.action_kinds import COPY_IN, GRADIENTS_ITEM, LET_GO, UPDATE
 from penstock.ir.graph import Module
 from penstock.ir.memory.items import stage_images
 from penstock.ir.schedule import ADDERS, Action
-
-from .chunks import ahead_of_receives
+from penstock.passes.memory.chunks import ahead_of_receives
 
 
 def put_gradients(
