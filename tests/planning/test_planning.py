@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from oracles.planned_models import TRAIN, command
+from oracles.planned_models import TRAIN, UNSPLIT, command
 
 import penstock as ps
 from penstock import plan_best
@@ -70,7 +70,7 @@ def test_the_planner_chooses_all(symbolic, cluster, tmp_path, capsys):
 
 
 def test_what_is_printed_for_people(symbolic, cluster, capsys):
-    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "auto")) == 0
+    assert main(command("plan", symbolic, "--cluster", cluster, *UNSPLIT, "--batch", 32, "--schedule", "auto")) == 0
     text = capsys.readouterr().out
     for part in (
         "of slowest",
@@ -87,11 +87,12 @@ def test_what_is_printed_for_people(symbolic, cluster, capsys):
 
 
 def test_a_delay_only_for_who_asks(symbolic, cluster, capsys):
-    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--json")) == 0
+    assert main(command("plan", symbolic, "--cluster", cluster, *UNSPLIT, "--batch", 32, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert "2bw" not in found["schedule"]
     assert (
-        main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "2bw", "--json")) == 0
+        main(command("plan", symbolic, "--cluster", cluster, *UNSPLIT, "--batch", 32, "--schedule", "2bw", "--json"))
+        == 0
     )
     assert json.loads(capsys.readouterr().out)["schedule"] == "2bw"
 
@@ -161,7 +162,7 @@ def test_what_does_not_fit_says_what_would(symbolic, tmp_path, capsys):
     def planned(memory):
         tight = tmp_path / "tight.toml"
         tight.write_text("".join(f'[[device]]\nname = "cpu:{i}"\nmemory = {memory}\n' for i in range(2)))
-        return main(command("plan", symbolic, "--cluster", tight, *TRAIN, "--batch", 8))
+        return main(command("plan", symbolic, "--cluster", tight, *UNSPLIT, "--batch", 8))
 
     assert planned(100_000) == DoesNotFit.exit_code == 4
     told = capsys.readouterr().err
@@ -222,6 +223,7 @@ def test_devices_whose_stages_are_too_large_are_given_less(tmp_path, monkeypatch
             batch=16,
             sizes=(1, 2, 4),
             schedules=("1f1b",),
+            shard="none",
         )
 
     found = plan()
@@ -238,7 +240,7 @@ def test_smaller_microbatches_are_proposed_where_there_is_a_plan_for_them(symbol
     for memory in ("700 KB", "2300 KB"):
         path = tmp_path / "tight.toml"
         path.write_text(f'[[device]]\nname = "cpu:0"\nmemory = "{memory}"\n')
-        words = ["plan", symbolic, "--cluster", path, *TRAIN, "--batch", 256]
+        words = ["plan", symbolic, "--cluster", path, *UNSPLIT, "--batch", 256]
         assert main(command(*words, "--dim", "batch=256")) == 4
         said[memory] = re.search(
             r"hint: --dim batch=(\d+), smaller microbatches, for which there is a plan; or ", capsys.readouterr().err
@@ -258,7 +260,7 @@ def test_other_sizes_are_tried_where_none_fits(symbolic, tmp_path, capsys, monke
     for memory, code in (("2300 KB", 0), ("100 KB", 4)):
         path = tmp_path / "tight.toml"
         path.write_text(f'[[device]]\nname = "cpu:0"\nmemory = "{memory}"\n')
-        assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 256)) == code
+        assert main(command("plan", symbolic, "--cluster", path, *UNSPLIT, "--batch", 256)) == code
         said[memory] = capsys.readouterr().err
         assert (
             "no plan fits with the sizes of microbatches that were tried first; trying 1, 2, 4, 8, 16" in said[memory]
@@ -271,7 +273,7 @@ def test_the_nearest_change_is_of_sizes_that_were_profiled(symbolic, tmp_path, c
     """Of the many divisors of this batch few are."""
     tight = tmp_path / "tight.toml"
     tight.write_text("".join(f'[[device]]\nname = "cpu:{i}"\nmemory = "700 KB"\n' for i in range(2)))
-    assert main(command("plan", symbolic, "--cluster", tight, *TRAIN, "--batch", 64)) == 4
+    assert main(command("plan", symbolic, "--cluster", tight, *UNSPLIT, "--batch", 64)) == 4
     told = capsys.readouterr().err
     assert "hint: give cpu:" in told or "; or give cpu:" in told
     assert re.search(r"cpu:\d, which has 683\.6 KiB, holds \d+\.\d (K|M)iB:\n  weights ", told)
@@ -325,11 +327,11 @@ def test_changes_are_against_the_best_by_the_same_formulas(symbolic):
 
 
 def test_flags_that_the_planner_decides(symbolic, capsys):
-    assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--stages", 2, "--microbatches", 2)) == 2
+    assert main(command("plan", symbolic, *UNSPLIT, "--batch", 8, "--stages", 2, "--microbatches", 2)) == 2
     assert "--stages, --microbatches with --batch: the planner chooses that" in capsys.readouterr().err
-    assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--offload", "weights", "--schedule", "1f1b")) == 2
+    assert main(command("plan", symbolic, *UNSPLIT, "--batch", 8, "--offload", "weights", "--schedule", "1f1b")) == 2
     assert "it takes three stages or more" in capsys.readouterr().err
-    assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--spill", "/tmp/")) == 2
+    assert main(command("plan", symbolic, *UNSPLIT, "--batch", 8, "--spill", "/tmp/")) == 2
     assert "add --offload state" in capsys.readouterr().err
     assert main(command("plan", symbolic, "--batch", 8)) == 2
     assert "--batch plans for training" in capsys.readouterr().err
@@ -447,7 +449,7 @@ def test_a_call_costs_what_it_costs(symbolic, tmp_path, capsys):
     """With calls of five milliseconds nothing is gained by a second stage, and the planner's seconds are near the simulated ones."""
     path = tmp_path / "slow.toml"
     path.write_text('[[device]]\nname = "a"\ncall_overhead = 5e-3\n[[device]]\nname = "b"\ncall_overhead = 5e-3\n')
-    assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 64, "--replicas", 1, "--json")) == 0
+    assert main(command("plan", symbolic, "--cluster", path, *UNSPLIT, "--batch", 64, "--replicas", 1, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["stages"]) == 1
     assert found["planner"]["step_s"] == pytest.approx(found["predicted"]["step_s"], rel=0.2)
@@ -457,7 +459,7 @@ def test_batches_that_wait_are_counted(symbolic, tmp_path, capsys):
     """What the planner takes for the memory of a plan is at least most of what the passes count for it."""
     path = tmp_path / "two.toml"
     path.write_text('[[device]]\nname = "a"\nmemory = "4 MB"\n[[device]]\nname = "b"\nmemory = "4 MB"\n')
-    assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 512, "--replicas", 1, "--json")) == 0
+    assert main(command("plan", symbolic, "--cluster", path, *UNSPLIT, "--batch", 512, "--replicas", 1, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert not found["planner"]["refused"]
     assert max(row["data"] for row in found["memory"].values()) >= 5 * 512 * 64 * 4

@@ -255,12 +255,27 @@ def test_the_planner_takes_packs_where_they_are_faster(tmp_path: Path, capsys: p
 
 def test_packs_that_are_asked_for_are_planned_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_mlp(tmp_path / "mlp.onnx", [16] * 6, batch=4)
-    found, _ = planned(capsys, model, "--loss", "mse", "--batch", 16, "--devices", 2, "--schedule", "zb-v")
+    found, _ = planned(
+        capsys, model, "--loss", "mse", "--batch", 16, "--devices", 2, "--schedule", "zb-v", "--shard", "none"
+    )
     assert found["schedule"] == "zb-v"
     assert [stage["devices"] for stage in found["stages"]] == [["cpu:0"], ["cpu:1"], ["cpu:1"], ["cpu:0"]]
     # Nine microbatches make no equal groups for four devices, but for three.
-    nine = ("--loss", "mse", "--batch", 36, "--devices", 4, "--schedule", "interleaved")
-    found, _ = planned(capsys, write_mlp(tmp_path / "deep.onnx", [16] * 10, batch=4), *nine)
+    nine = (
+        "--loss",
+        "mse",
+        "--batch",
+        36,
+        "--devices",
+        4,
+        "--schedule",
+        "interleaved",
+        "--replicas",
+        1,
+        "--shard",
+        "none",
+    )
+    found, _ = planned(capsys, write_mlp(tmp_path / "deep.onnx", [16] * 8, batch=4), *nine)
     assert len({stage["devices"][0] for stage in found["stages"]}) == 3
     none, code = planned(capsys, model, "--loss", "mse", "--batch", 16, "--devices", 1, "--schedule", "zb-v")
     assert code != 0
