@@ -46,8 +46,18 @@ def note(plan: ps.Plan) -> str:
     return text
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("cnn", "tp=2"),
+        ("mlp", "dp=2,tp=2"),
+        ("gpt", "tp=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("cnn", "dp=2,tp=2"), ("mlp", "tp=2"), ("gpt", "dp=2,tp=2"))
+        ),
+    ],
+)
 def test_no_preset_is_faster(name: str, mesh: str, tmp_path: Path) -> None:
     model = ps.from_onnx(WRITERS[name](tmp_path / "model.onnx"))
     for link in (FAST, SLOW):
@@ -103,7 +113,7 @@ def test_what_is_outside_of_blocks_may_stay_open(tmp_path: Path) -> None:
     assert plan(*choices.texts(options)).predicted.step > 1.3 * chosen.predicted.step
 
 
-@pytest.mark.parametrize("link", [FAST, (1.25e8, 1e-5)])
+@pytest.mark.parametrize("link", [FAST, pytest.param((1.25e8, 1e-5), marks=pytest.mark.slow)])
 def test_no_layout_of_the_parameters_is_faster(link: tuple[float, float], tmp_path: Path) -> None:
     """All layouts of three weights, with the values between them whole or split: the programs of brute force."""
     model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [64, 512, 64, 256], 32))
@@ -151,8 +161,15 @@ def exchanges(plan: ps.Plan) -> int:
     return sum(op.kind in EXCHANGES for graph in plan.module.graphs.values() for op in graph.ops)
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "a=2,b=2"])
-@pytest.mark.parametrize("name", ["cnn", "gpt"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("cnn", "a=2,b=2"),
+        ("gpt", "tp=2"),
+        pytest.param("cnn", "tp=2", marks=pytest.mark.slow),
+        pytest.param("gpt", "a=2,b=2", marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_that_of_one_device(name: str, mesh: str, tmp_path: Path) -> None:
     model = ps.from_onnx(WRITERS[name](tmp_path / "model.onnx"))
     plan = ps.plan(model, hosts(4 if "," in mesh else 2, *FAST), TRAINING, mesh=mesh, shard="auto")
@@ -201,7 +218,7 @@ def test_where_nothing_fits_the_error_names_what_was_tried(tmp_path: Path) -> No
 
 
 def test_the_programme_says_how_far_it_is(tmp_path: Path) -> None:
-    model = ps.from_onnx(WRITERS["gpt"](tmp_path / "model.onnx"))
+    model = ps.from_onnx(WRITERS["mlp"](tmp_path / "model.onnx"))
     told: list[tuple[int, int, str]] = []
 
     def tell(done: int, total: int, what: str) -> None:
