@@ -94,21 +94,21 @@ def planned(cell: Cell) -> ps.Plan:
     )
 
 
-def batches(module: Module) -> list[dict[str, np.ndarray]]:
-    """Return the batches of all steps."""
+def batches(module: Module, steps: int = STEPS) -> list[dict[str, np.ndarray]]:
+    """Return the batches of the first steps."""
     rng = np.random.default_rng(0)
     tokens, labels = module.data_inputs
-    drawn = [rng.integers(0, VOCABULARY, (BATCH * MICROBATCHES, POSITIONS + 1)) for _ in range(STEPS)]
+    drawn = [rng.integers(0, VOCABULARY, (BATCH * MICROBATCHES, POSITIONS + 1)) for _ in range(steps)]
     return [{tokens.name: x[:, :-1], labels.name: x[:, 1:]} for x in drawn]
 
 
-def trained(plan: ps.Plan) -> list[float]:
-    """Train the plan and return its losses."""
+def trained(plan: ps.Plan, steps: int = STEPS) -> list[float]:
+    """Train the plan for some steps and return its losses."""
     with (
         tempfile.TemporaryDirectory() as folder,
         ps.open(ps.compile(plan, Path(folder) / "bundle", backend="numpy"), timeout=60) as job,
     ):
-        return list(job.run(iter(batches(plan.module))))
+        return list(job.run(iter(batches(plan.module, steps))))
 
 
 @cache

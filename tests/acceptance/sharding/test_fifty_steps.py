@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
         "fc2": "Rowwise",
     },
 }
+ALONE = "one device"
 PLANS: dict[str, dict[str, Any]] = {
     "tp=2": {"devices": 2, "mesh": "tp=2"},
     "tp=3": {"devices": 3, "mesh": "tp=3"},
@@ -101,6 +103,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def model_of(name: str) -> ps.Model:
     torch.manual_seed(0)
     module = Decoder() if name == "gpt" else Images()
@@ -139,10 +142,20 @@ def interpreted(plan: Plan, count: int) -> np.ndarray:
     return np.array(run.losses).reshape(count, MICROBATCHES).mean(1)
 
 
-def on_one_device(name: str, asked: Mapping[str, Any], count: int) -> np.ndarray:
+@cache
+def plan_of(name: str, asked: str = ALONE) -> Plan:
+    return planned(name, PLANS.get(asked, {"devices": 1}))
+
+
+def on_one_device(name: str, asked: str, count: int) -> np.ndarray:
     """Return the losses of the whole model. Gradients of 2bw are those of the weights before."""
-    plan, late = planned(name, {"devices": 1}), asked.get("schedule") == "2bw"
-    run = run_recurrence(plan.reference, plan.model.imported.weights, batches(plan, count), delay=int(late))
+    return losses_of_recurrence(name, int(PLANS[asked].get("schedule") == "2bw"), count)
+
+
+@cache
+def losses_of_recurrence(name: str, delay: int, count: int) -> np.ndarray:
+    plan = plan_of(name)
+    run = run_recurrence(plan.reference, plan.model.imported.weights, batches(plan, count), delay=delay)
     return np.array(run.losses).reshape(count, MICROBATCHES).mean(1)
 
 
@@ -164,34 +177,34 @@ def kinds(plan: Plan) -> set[str]:
 @pytest.mark.parametrize("asked", PLANS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fifty_steps_have_the_losses_of_one_device(name: str, asked: str, tmp_path: Path) -> None:
-    plan = planned(name, PLANS[asked])
+    plan = plan_of(name, asked)
     assert kinds(plan)
     first, second = compiled(plan, tmp_path / "bundle", STEPS, times=2)
     assert first == second
-    right = on_one_device(name, PLANS[asked], STEPS)
+    right = on_one_device(name, asked, STEPS)
     np.testing.assert_allclose(first, right, rtol=1e-5)
     assert right[-5:].mean() < right[:5].mean()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_on_two_devices_have_the_losses_of_one(name: str, tmp_path: Path) -> None:
-    plan = planned(name, PLANS["tp=2"])
+    plan = plan_of(name, "tp=2")
     first, second = compiled(plan, tmp_path / "bundle", 4, times=2)
     assert first == second
-    np.testing.assert_allclose(first, on_one_device(name, PLANS["tp=2"], 4), rtol=1e-5)
+    np.testing.assert_allclose(first, on_one_device(name, "tp=2", 4), rtol=1e-5)
 
 
 @pytest.mark.parametrize("asked", PLANS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_interpreter_agrees_with_one_device_in_float64(name: str, asked: str) -> None:
-    plan = planned(name, PLANS[asked])
-    np.testing.assert_allclose(interpreted(plan, 6), on_one_device(name, PLANS[asked], 6), rtol=1e-10)
+    plan = plan_of(name, asked)
+    np.testing.assert_allclose(interpreted(plan, 6), on_one_device(name, asked, 6), rtol=1e-10)
 
 
 def test_the_order_of_collectives_changes_no_bit_of_compiled_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordered = planned("gpt", PLANS["tp=2"])
+    ordered = plan_of("gpt", "tp=2")
     monkeypatch.setattr(pipelines, "_overlap", lambda options: PipelineEntry("overlap", {}, "", wanted=False))
     plain = planned("gpt", PLANS["tp=2"])
     assert ordered.module.graphs["s0.B"].ops != plain.module.graphs["s0.B"].ops
@@ -203,7 +216,7 @@ def test_the_order_of_collectives_changes_no_bit_of_compiled_runs(
 @pytest.mark.parametrize("asked", ["tp=2", "tp=3", "tp=4", "two stages x tp=2, 1f1b"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_dropout_draws_what_one_device_draws(name: str, asked: str) -> None:
-    parts, whole = drawn(planned(name, PLANS[asked])), drawn(planned(name, {"devices": 1}))
+    parts, whole = drawn(plan_of(name, asked)), drawn(plan_of(name))
     assert parts.keys() == whole.keys()
     assert any(len(ranks) > 1 for ranks in parts.values())
     for key, ranks in parts.items():
@@ -234,17 +247,17 @@ def joined(parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
 
 def test_control_another_sum_has_other_losses() -> None:
     """The control of all comparisons: one sum of partial products becomes the largest of them, on all ranks alike."""
-    plan = planned("gpt", PLANS["tp=2"])
+    plan = plan_of("gpt", "tp=2")
     graph = plan.module.graphs["s0.F"]
     place, op = next((i, op) for i, op in enumerate(graph.ops) if op.kind == "all_reduce")
     ops = (*graph.ops[:place], op.with_attrs(by="max"), *graph.ops[place + 1 :])
     wrong = replace(plan, module=plan.module.with_graph(replace(graph, ops=ops)))
-    assert np.abs(interpreted(wrong, 3) / on_one_device("gpt", PLANS["tp=2"], 3) - 1).max() > 1e-4
+    assert np.abs(interpreted(wrong, 3) / on_one_device("gpt", "tp=2", 3) - 1).max() > 1e-4
 
 
 def test_control_draws_of_a_wrong_place_are_found() -> None:
     """Where ranks draw without their offset, the second half of a mask is the first one again."""
-    plan, whole = planned("cnn", PLANS["tp=2"]), drawn(planned("cnn", {"devices": 1}))
+    plan, whole = plan_of("cnn", "tp=2"), drawn(plan_of("cnn"))
     parts = drawn(plan)
     key = next(key for key, ranks in parts.items() if ranks[0].shape != whole[key][0].shape)
     repeated = joined([parts[key][0], parts[key][0]], whole[key][0].shape)

@@ -29,6 +29,12 @@ from penstock.planning.replan import replan
 
 CUT, MEGATRON = ("h.1.mlp.residual",), ("preset:megatron",)
 MESHES = ("tp=2;tp=1", "tp=1;tp=2")
+# Steps of a training: three with weights that AdamW's averages have moved. The matrix trains for more.
+FEW = 5
+
+
+def trained(plan: ps.Plan) -> list[float]:
+    return m.trained(plan, FEW)
 
 
 def _plan(mesh: str, schedule: str = "1f1b", **settings: object) -> ps.Plan:
@@ -39,7 +45,7 @@ def _plan(mesh: str, schedule: str = "1f1b", **settings: object) -> ps.Plan:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_is_that_of_one_device(mesh: str, schedule: str) -> None:
-    assert m.trained(_plan(mesh, schedule)) == pytest.approx(m.on_one_device(schedule), rel=1e-6)
+    assert trained(_plan(mesh, schedule)) == pytest.approx(m.on_one_device(schedule)[:FEW], rel=1e-6)
 
 
 def _tied(folder: Path) -> ps.Model:
@@ -62,7 +68,7 @@ def test_what_stages_exchange_once_a_batch_is_there_on_all_ranks(what: str, mesh
     settings = {"split_at": CUT, "shard": ("preset:megatron",), "mesh": mesh, "stages": 2}
     plan = ps.plan(model, ps.Cluster.local(3), training, schedule="1f1b", **settings)
     alone = ps.plan(model, ps.Cluster.local(1), training, schedule="1f1b", stages=1)
-    assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
+    assert trained(plan) == pytest.approx(trained(alone), rel=1e-6)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -122,7 +128,7 @@ def test_split_values_arrive_on_other_meshes(
     edges = {edge.phase: {value.name: str(value.type) for value in edge.values} for edge in plan.module.edges}
     assert [t for name, t in edges["F"].items() if "mlp.fc" in name] == [forward]
     assert [t for name, t in edges["B"].items() if "mlp.fc" in name] == [backward]
-    assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
+    assert trained(plan) == pytest.approx(trained(alone), rel=1e-6)
     assert main(["verify", str(ps.compile(plan, tmp_path / "b", backend="numpy")), "--steps", "1"]) == 0
 
 
@@ -136,7 +142,7 @@ def test_parts_of_ranks_at_the_same_places_make_the_same_bits_as_tiles(
     tiles, _ = _split("tp=2;sp=2", 4, tmp_path, cut, shard=(*MEGATRON, "h.0.mlp.residual=[_,/sp,/tp]"))
     assert not any(map(travels_in_tiles, parts.module.edges))
     assert all(map(travels_in_tiles, tiles.module.edges))
-    assert m.trained(parts) == m.trained(tiles)
+    assert trained(parts) == trained(tiles)
 
 
 def test_checker_refuses_parts_left_out_and_swapped(tmp_path: Path) -> None:
@@ -243,7 +249,7 @@ def test_packs_on_unlike_meshes_exchange_tiles(
     tiles = {(edge.src, edge.dst) for edge in plan.module.edges if travels_in_tiles(edge)}
     assert {(0, 1), (1, 0), (2, 3), (3, 2)} <= tiles
     assert ((1, 2) in tiles) == (schedule == "interleaved")
-    assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
+    assert trained(plan) == pytest.approx(trained(alone), rel=1e-6)
     assert main(["verify", str(ps.compile(plan, tmp_path / "b", backend="numpy")), "--steps", "1"]) == 0
 
 
@@ -255,7 +261,7 @@ def test_parts_of_unlike_stages_have_what_these_exchange(what: str, tmp_path: Pa
     settings = {"split_at": CUT, "shard": MEGATRON, "mesh": "dp=2,tp=2;dp=2", "stages": 2, "zero": 3}
     plan = ps.plan(model, ps.Cluster.local(6), training, schedule="1f1b", **settings)
     alone = ps.plan(model, ps.Cluster.local(1), training, schedule="1f1b", stages=1)
-    assert m.trained(plan) == pytest.approx(m.trained(alone), rel=1e-6)
+    assert trained(plan) == pytest.approx(trained(alone), rel=1e-6)
 
 
 # The devices that are left of a plan, what is said of the plan for them, and the axes of its meshes.
@@ -279,7 +285,7 @@ def test_a_run_on_unlike_meshes_goes_on_with_fewer_ranks(mesh: str, packs: int, 
     settings = {"split_at": cuts, "packs": packs, "zero": int("dp" in mesh)}
     cluster = ps.Cluster.local(6 if "dp" in mesh else 3)
     plan = ps.plan(m.model(), cluster, m.TRAINING, schedule=schedule, stages=2, mesh=mesh, shard=MEGATRON, **settings)
-    bundle, feed, half = ps.compile(plan, tmp_path / "b", backend="numpy"), m.batches(plan.module), m.STEPS // 2
+    bundle, feed, half = ps.compile(plan, tmp_path / "b", backend="numpy"), m.batches(plan.module, FEW), FEW // 2
     with ps.open(bundle, timeout=60) as job:
         begun = list(job.run(iter(feed[:half])))
         job.save(tmp_path / "checkpoint")
@@ -294,7 +300,7 @@ def test_a_run_on_unlike_meshes_goes_on_with_fewer_ranks(mesh: str, packs: int, 
             assert [",".join(f"{a}={n}" for a, n in mesh.axes) for mesh in after.module.meshes] == axes
         with ps.open(out, timeout=60, resume=tmp_path / "checkpoint") as job:
             ended = list(job.run(iter(feed[half:])))
-        assert begun + ended == pytest.approx(m.on_one_device(schedule), rel=1e-6)
+        assert begun + ended == pytest.approx(m.on_one_device(schedule)[:FEW], rel=1e-6)
     # The control: from the beginning these are other losses.
     with ps.open(out, timeout=60) as job:
         assert list(job.run(iter(feed[half:]))) != pytest.approx(ended, rel=1e-3)
