@@ -75,7 +75,7 @@ def test_what_is_made_again_from_what_was_elsewhere_is_the_same(tmp_path, monkey
         bundle(tmp_path, "activations", schedule, memory=1)
     memory = next(
         memory
-        for memory in range(most(alone) - 1, most(least), -16)
+        for memory in range(most(alone) - 1, most(least), -128)
         if mixed(plan(tmp_path, "activations", schedule, memory=memory).module, by_r)
     )
     whole, both = (
