@@ -113,6 +113,7 @@ def test_a_plan_with_packs_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
     # What the changes are compared with is named: it is no plan of zb-v, and nothing is "the same" as the packs.
     (against,) = [line for line in lines if line.startswith("planner: with one thing changed")]
     assert against.endswith(" of 1f1b with one stage on a device:")
+    assert any(re.search(r"2 stages .*zb-v: .*; activations on cpu:\d: .* in place of ", line) for line in lines)
     changes = [line for line in lines if line.startswith("what if: ") and line.endswith(")")]
     assert any("what if: schedule gpipe: " in line for line in changes)
     assert all(line.endswith(" 1f1b with one stage on a device)") for line in changes)

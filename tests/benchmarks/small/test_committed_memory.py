@@ -56,3 +56,10 @@ def test_packs_are_faster_than_those_of_torch() -> None:
     for row in committed("interleaved")["schedules"].values():
         assert row["times_as_fast"] >= 1.4
         assert row["losses"]["penstock"] == pytest.approx(row["losses"]["torch"], rel=1e-6)
+
+
+def test_state_elsewhere_takes_half_of_the_time_of_fsdp_offloading_at_most() -> None:
+    rows = {row["contender"]: row for row in committed("zero")["rows"]}
+    ours, theirs = rows["level 3, state elsewhere"], rows["fsdp2, offloaded"]
+    assert ours["ms"] <= 0.5 * theirs["ms"]
+    assert max(ours["error"], theirs["error"]) <= 1e-5
