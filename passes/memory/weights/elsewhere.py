@@ -8,7 +8,7 @@ move them. One batch after the other, that is in the program of a rank:
 
 A *visit* is a run of computations of one stage. Weights come in the middle of the visit before, and go in the middle of
 the one after, so two stages have theirs on the device at once. A device with room for more keeps more of them until
-their next visit: those stay that are used soonest (stays.py). That holds over the end of a batch, too. There the next
+their next visit (stays.py). That holds over the end of a batch, too. There the next
 batch claims once more what is there, and the one before ends its claim: `CI1:w L0:w`. The first batch of a run brings
 them.
 
@@ -145,6 +145,7 @@ class _Moves:
         self.first = _TAKEN * len(batch)
         self.actions = [action.shifted(k, m) for k in range(_LISTS) for action in batch]
         self.visits = list(_visits(module, self.actions, stages))
+        self.sizes = {visit.stage: stage_images(module, visit.stage)[WEIGHTS_ITEM].stored for visit in self.visits}
         self.stays = sorted(self._stays(room), key=lambda stay: stay.comes)
 
     @property
@@ -180,7 +181,7 @@ class _Moves:
         period = [k for k, visit in enumerate(self.visits) if visit.places[0] in lists]
         if not period:
             return
-        kept = kept_until_next([self.visits[k].stage for k in period], room)
+        kept = kept_until_next([self.visits[k].stage for k in period], self.sizes, room)
         here: dict[int, int] = {}
         for k, visit in enumerate(self.visits):
             if visit.stage not in here:
