@@ -149,7 +149,7 @@ def plan_of(name: str, asked: str = ALONE) -> Plan:
 
 def on_one_device(name: str, asked: str, count: int) -> np.ndarray:
     """Return the losses of the whole model. Gradients of 2bw are those of the weights before."""
-    return losses_of_recurrence(name, int(PLANS[asked].get("schedule") == "2bw"), count)
+    return losses_of_recurrence(name, int(PLANS.get(asked, {}).get("schedule") == "2bw"), count)
 
 
 @cache

@@ -19,6 +19,7 @@ from penstock.ir.collective_calls import calls_of
 from penstock.ir.memory.predict import measure_memory
 
 from .test_fifty_steps import (
+    ALONE,
     BATCH,
     MICROBATCHES,
     POSITIONS,
@@ -55,14 +56,14 @@ def planned(asked: dict[str, Any], **more: Any) -> ps.Plan:
 def test_ranks_that_share_positions_have_the_losses_of_one_device(name: str) -> None:
     plan = planned(PLANS[name])
     assert any(call.op.kind == "shift" for graph in plan.module.graphs.values() for call in calls_of(graph))
-    np.testing.assert_allclose(interpreted(plan, 4), on_one_device("gpt", {"devices": 1}, 4), rtol=1e-10)
+    np.testing.assert_allclose(interpreted(plan, 4), on_one_device("gpt", ALONE, 4), rtol=1e-10)
 
 
 def test_compiled_ranks_train_and_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(PLANS["folded"])
     first, second = compiled(plan, tmp_path / "bundle", 4, times=2)
     assert first == second
-    np.testing.assert_allclose(first, on_one_device("gpt", {"devices": 1}, 4), rtol=1e-5)
+    np.testing.assert_allclose(first, on_one_device("gpt", ALONE, 4), rtol=1e-5)
     assert main(["verify", str(tmp_path / "bundle")]) == 0
     assert "values of 3 ranks in float64 are those of the whole program" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "bundle"), "--sharding"]) == 0
