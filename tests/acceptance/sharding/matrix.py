@@ -29,6 +29,8 @@ from penstock.passes.schedules.schedule import single_like
 
 FILE = Path(__file__).with_name("matrix.json")
 STEPS, MICROBATCHES, BATCH, POSITIONS, VOCABULARY = 20, 4, 2, 8, 24
+# Steps of trainings beside the matrix: some of them with weights that AdamW's averages have moved.
+FEW = 5
 SCHEDULES = ("1f1b", "2bw", "interleaved", "interleaved-2bw")
 LEVELS, SPLITS, RECOMPUTED = (0, 1, 2, 3), (1, 2), ("none", "all")
 TRAINING = ps.Training("cross_entropy", ps.AdamW(lr=1e-3), MICROBATCHES)

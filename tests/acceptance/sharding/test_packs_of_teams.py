@@ -49,8 +49,8 @@ def test_training_is_that_of_one_device(schedule: str, mesh: str, devices: int, 
     model = m.model() if what == "clip" else _tied(tmp_path)
     training = replace(m.TRAINING, clip=0.05) if what == "clip" else m.TRAINING
     alone = ps.plan(model, ps.Cluster.local(1), training, schedule="1f1b", stages=1)
-    assert m.trained(_plan(schedule, mesh, devices, model, training=training)) == pytest.approx(
-        m.trained(alone), rel=1e-6
+    assert m.trained(_plan(schedule, mesh, devices, model, training=training), m.FEW) == pytest.approx(
+        m.trained(alone, m.FEW), rel=1e-6
     )
 
 
@@ -165,7 +165,7 @@ def test_what_is_elsewhere_changes_no_loss(mesh: str, zero: int, offload: str) -
     """Three stages on each device, whose weights come for their turn. Gradients that replicas sum up stay."""
     plan = _plan("interleaved", mesh, 4, packs=3, offload=offload, zero=zero)
     assert any(var.home for var in plan.module.vars.values())
-    assert m.trained(plan) == pytest.approx(m.on_one_device("interleaved"), rel=1e-6)
+    assert m.trained(plan, m.FEW) == pytest.approx(m.on_one_device("interleaved")[: m.FEW], rel=1e-6)
 
 
 def test_checker_refuses_gradients_elsewhere_that_replicas_sum_up() -> None:

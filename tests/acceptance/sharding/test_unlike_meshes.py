@@ -29,12 +29,10 @@ from penstock.planning.replan import replan
 
 CUT, MEGATRON = ("h.1.mlp.residual",), ("preset:megatron",)
 MESHES = ("tp=2;tp=1", "tp=1;tp=2")
-# Steps of a training: three with weights that AdamW's averages have moved. The matrix trains for more.
-FEW = 5
 
 
 def trained(plan: ps.Plan) -> list[float]:
-    return m.trained(plan, FEW)
+    return m.trained(plan, m.FEW)
 
 
 def _plan(mesh: str, schedule: str = "1f1b", **settings: object) -> ps.Plan:
@@ -45,7 +43,7 @@ def _plan(mesh: str, schedule: str = "1f1b", **settings: object) -> ps.Plan:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_is_that_of_one_device(mesh: str, schedule: str) -> None:
-    assert trained(_plan(mesh, schedule)) == pytest.approx(m.on_one_device(schedule)[:FEW], rel=1e-6)
+    assert trained(_plan(mesh, schedule)) == pytest.approx(m.on_one_device(schedule)[: m.FEW], rel=1e-6)
 
 
 def _tied(folder: Path) -> ps.Model:
@@ -285,7 +283,7 @@ def test_a_run_on_unlike_meshes_goes_on_with_fewer_ranks(mesh: str, packs: int, 
     settings = {"split_at": cuts, "packs": packs, "zero": int("dp" in mesh)}
     cluster = ps.Cluster.local(6 if "dp" in mesh else 3)
     plan = ps.plan(m.model(), cluster, m.TRAINING, schedule=schedule, stages=2, mesh=mesh, shard=MEGATRON, **settings)
-    bundle, feed, half = ps.compile(plan, tmp_path / "b", backend="numpy"), m.batches(plan.module, FEW), FEW // 2
+    bundle, feed, half = ps.compile(plan, tmp_path / "b", backend="numpy"), m.batches(plan.module, m.FEW), m.FEW // 2
     with ps.open(bundle, timeout=60) as job:
         begun = list(job.run(iter(feed[:half])))
         job.save(tmp_path / "checkpoint")
@@ -300,7 +298,7 @@ def test_a_run_on_unlike_meshes_goes_on_with_fewer_ranks(mesh: str, packs: int, 
             assert [",".join(f"{a}={n}" for a, n in mesh.axes) for mesh in after.module.meshes] == axes
         with ps.open(out, timeout=60, resume=tmp_path / "checkpoint") as job:
             ended = list(job.run(iter(feed[half:])))
-        assert begun + ended == pytest.approx(m.on_one_device(schedule)[:FEW], rel=1e-6)
+        assert begun + ended == pytest.approx(m.on_one_device(schedule)[: m.FEW], rel=1e-6)
     # The control: from the beginning these are other losses.
     with ps.open(out, timeout=60) as job:
         assert list(job.run(iter(feed[half:]))) != pytest.approx(ended, rel=1e-3)

@@ -115,4 +115,4 @@ def test_training_is_that_of_one_device(schedule: str, mesh: str, devices: int, 
     cluster = ps.Cluster.local(devices)
     plan = ps.plan(m.model(), cluster, m.TRAINING, schedule=schedule, mesh=mesh, shard=MEGATRON, **settings)
     assert len(plan.module.stages) == 2 * settings.get("packs", 1)
-    assert m.trained(plan) == pytest.approx(m.on_one_device(schedule), rel=1e-6)
+    assert m.trained(plan, m.FEW) == pytest.approx(m.on_one_device(schedule)[: m.FEW], rel=1e-6)
