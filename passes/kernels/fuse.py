@@ -3,7 +3,7 @@ nothing else.
 
 In: stage graphs. Out: the same graphs where every operation except `read` names its kernel. Operations with the same
 name become one kernel. A name that starts with `inline` means that the value has no memory at all: each reader computes
-it (constants, layout changes, which are index arithmetic, and bytes that become floats: widening.py). A group is
+it (constants, the index arithmetic of layouts, and what widening.py and picking.py find). A group is
 
   * one operation that has loops (matrix product, convolution, row operation, reduction), or the first of an elementwise
     chain,
@@ -42,6 +42,7 @@ from penstock.ir.ops.recurrences import find_recurrence
 from .ahead import made_ahead
 from .groups import OPEN, SUMS, KernelGroup, can_sweep, may_look_up_packed, passes_by, swept_by
 from .libraries import adds_to_variable
+from .picking import picked_later
 from .widening import widened_later
 
 _EFFECTS = ("accum", "write", "take")
@@ -131,6 +132,7 @@ class _Fuser:
         both = options.chains and options.layouts
         self.widened = widened_later(graph.ops, self.makers, self.readers, self.results) if both else frozenset()
         self.ahead = made_ahead(graph.ops, self.readers, self.results, fixed) if both else frozenset()
+        self.picked = picked_later(graph.ops, self.readers, self.results) if options.layouts else frozenset()
         # Recurrences: the group of each of their operations, and layout changes inside of them.
         self.recurrent: dict[int, KernelGroup] = {}
         self.between: set[int] = set()
@@ -276,7 +278,7 @@ class _Fuser:
             return False
         if op.kind == "const":
             return not isinstance(op.attrs["value"], tuple)
-        if op.kind == "iota" or op.outs[0] in self.widened or op.outs[0] in self.ahead:
+        if op.kind == "iota" or any(op.outs[0] in later for later in (self.widened, self.ahead, self.picked)):
             return True
         if op.kind == "cast" and self.options.layouts:
             return self._is_inline_cast(op)
