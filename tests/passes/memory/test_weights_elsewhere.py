@@ -163,6 +163,10 @@ def early(module: Module) -> Module:
 REFUSED = {
     "a CI left out": (change("CI", "w", lambda a: ()), r"takes @.*, which is at home in disk \(no 1CI\d:w before\)"),
     "a CO left out": (change("CO", "w", lambda a: ()), r"lets go of the only copy of @.*, which 1U.* changed"),
+    "L before its CO": (
+        change("CO", "w", lambda a: (a._replace(kind="L"), a)),
+        r"lets go of the only copy of @.*, which 1U.* changed",
+    ),
     "gradients left out": (change("CI", "g", lambda a: ()), r"takes @.*, which is at home .*no 1CI\d:g before"),
     "gradients lost": (early, r"lets go of the only copy of @.*, which 1B.* changed"),
     "gradients copied": (change("L", "g", lambda a: (a._replace(kind="CO"), a)), "gradients have no copy at home"),
