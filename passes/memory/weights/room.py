@@ -2,12 +2,12 @@
 
 In: a module whose weights move, with those of two stages on a device at once. Out: the same, where devices that are too
 small for all weights have room for those of as many stages as fit. Weights that never go then have no other home. Where
-all would fit, or no memory is stated, all go, as asked.
+all would fit, or no memory is stated, all go, as asked. A note says of devices with stated memory that all would fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.action_kinds import GRADIENTS_ITEM, WEIGHTS_ITEM
@@ -41,17 +41,34 @@ def with_weights_that_stay(module: Module) -> Module:
         if WEIGHTS_ITEM in (images := stage_images(module, stage.index))
     }
     plain = _with_all_weights(module)
-    packs = [pack for pack in _packs(module, homes) if pack.devices & too_small(plain)]
+    small = too_small(plain)
+    module = _noted(module, homes, small)
+    packs = [pack for pack in _packs(module, homes) if pack.devices & small]
     fits, short = dict.fromkeys(packs, FEWEST), {pack: len(pack.stages) for pack in packs}
     while any(short[pack] - fits[pack] > 1 for pack in packs):
         tried = {pack: (fits[pack] + short[pack]) // 2 for pack in packs}
         small = too_small(_with_rooms(plain, homes, tried))
         for pack, room in tried.items():
-            (short if pack.devices & small else fits)[pack] = room
+            if short[pack] - fits[pack] > 1:
+                (short if pack.devices & small else fits)[pack] = room
     if all(room == FEWEST for room in fits.values()):
         return module
-    result = _with_rooms(plain, homes, fits)
+    result = _with_rooms(plain.but(notes=module.notes), homes, fits)
     return module if too_small(result) else result
+
+
+def _noted(module: Module, homes: Mapping[int, str], small: Collection[str]) -> Module:
+    """Return the module with a note of the devices whose weights move although all would fit."""
+    cluster, devices = module.cluster, module.rank_devices()
+    assert cluster is not None
+    moving = {devices[rank] for rank, stages in enumerate(module.rank_packs()) if homes.keys() & {*stages}}
+    large = sorted(name for name in moving if cluster.device(name).memory and name not in small)
+    if not large:
+        return module
+    return module.noted(
+        "weights",
+        f"{', '.join(large)} {'has' if len(large) == 1 else 'have'} memory for all weights: these need not move",
+    )
 
 
 def _with_rooms(module: Module, homes: Mapping[int, str], rooms: Mapping[_Pack, int]) -> Module:

@@ -86,6 +86,20 @@ def test_weights_that_never_go_have_no_other_home() -> None:
         assert {a.stage for a in module.schedule.ranks[0].batch if (a.kind, a.item) == (kind, "w")} == homes
 
 
+def notes_of_room(module: Module) -> list[str]:
+    return [note.text for note in module.notes if note.origin == "weights"]
+
+
+def test_a_note_says_where_all_weights_would_fit() -> None:
+    """Controls: a byte less, which is too little for the larger device, and what two stages need."""
+    needed = most(planned("wrap", "state"))
+    (note,) = notes_of_room(planned("wrap", memory=needed))
+    assert note == "cpu:0, cpu:1 have memory for all weights: these need not move"
+    (note,) = notes_of_room(planned("wrap", memory=needed - 1))
+    assert note == "cpu:0 has memory for all weights: these need not move"
+    assert not notes_of_room(planned("wrap", memory=most(planned("wrap"))))
+
+
 def least_that_comes(stages: list[int], sizes: list[int], room: int, *, over_the_end: bool = True) -> int:
     """The least that comes for the visits of a batch, by a look at all choices of those that stay."""
     count, waits = len(stages), dict[int, list[int]]()
