@@ -40,13 +40,13 @@ batches that wait (on CPUs; with forward, microbatches) + base. On a GPU CUDA's 
 come on top, and in place of batches two buffers for inputs and for each direction of a boundary. There are 2 versions
 when delayed. Where updates run on other devices, the weights that come are then held beside these, but for replicas,
 whose gradients count twice. Sums of gradients on CPUs take up to 4 MiB of gloo. With level 1 of zero they do not, and a
-replica has its part of the optimiser state; bytes between replicas and seconds stay the same. It holds two blocks of
-each size that its parts of weights have, and in the update a whole weight and a part of it. Where there are several
-hosts it has blocks of what comes from the others, too, one for each of these and size, and two of its part of all
-gradients. Gradients count twice when delayed and replicated: those of a batch wait for other replicas while the next
-one adds up. Activations are saved * in flight. With recomputation they are inputs * in flight + saved of
-one. With recomputation in parts they are (inputs + values over the cuts between parts) * in flight + saved of the
-largest part. The cuts are those that take least. Seconds are those of computing all of it again. Buffers are POSTED
+replica has its part of the optimiser state and of the update; bytes between replicas stay the same. It holds two blocks
+of each size that its parts of weights have, and in the update a whole weight and a part of it. Where its replicas are
+on several hosts it has blocks of what comes from the others, too: for each of these one of each size, and two as large
+as its part of all gradients. Gradients count twice when delayed and replicated: those of a batch wait for other
+replicas while the next one adds up. Activations are saved * in flight. With recomputation they are inputs * in flight +
+saved of one. With recomputation in parts they are (inputs + values over the cuts between parts) * in flight + saved of
+the largest part. The cuts are those that take least. Seconds are those of computing all of it again. Buffers are POSTED
 receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
 
 `step` also holds the sums of the boundaries and rings of different stages on one NIC. For schedules that drain, it
@@ -235,7 +235,7 @@ def memory_of(table: Table, fleet: Fleet, plan: PipelinePlan, base: int) -> dict
                 fixed = fixed_bytes(
                     table, part.first, part.last, kind, replicas, data, base_of(device, base), plan.zero
                 )
-                sums = Sums(replicas, plan.zero > 0, fleet.is_apart, device.kind != "cuda")
+                sums = Sums(replicas, plan.zero > 0, fleet.is_apart(part.devices), device.kind != "cuda")
                 kept, workspace = table.exchanged(part.first, part.last, sums)
                 alike[kinds[i], share] = replace(
                     fixed,
@@ -266,20 +266,24 @@ class StageTimes:
     load: float
 
 
-def _device_times(table: Table, device: Device, part: StagePlan) -> tuple[float, float, float]:
-    """Return the seconds of a stage on a device: of a microbatch, of its weight gradients, of an update."""
+def _device_times(table: Table, device: Device, part: StagePlan, holders: int) -> tuple[float, float, float]:
+    """Return the seconds of a stage on a device: of a microbatch, of its weight gradients, of an update that so many
+    replicas share out."""
     forward, backward, weight, again, update = (
         float(column[part.last] - column[part.first]) for column in table.times(device)
     )
     calls = table.chain.calls(device)
     overhead = calls.microbatch + float(table.boundaries(calls)[[part.first, part.last]].sum())
-    return overhead + forward + backward + (again if part.recompute else 0.0), weight, calls.update + update
+    return overhead + forward + backward + (again if part.recompute else 0.0), weight, calls.update + update / holders
 
 
 def stage_times(table: Table, fleet: Fleet, plan: PipelinePlan, stage: int) -> StageTimes:
     """Return the seconds of a stage of a plan."""
     part, kinds = plan.stages[stage], fleet.kinds()
-    alike = {kind: _device_times(table, fleet.devices[kind], part) for kind in {kinds[i]: 0 for i in part.devices}}
+    holders = len(part.devices) if plan.zero else 1
+    alike = {
+        kind: _device_times(table, fleet.devices[kind], part, holders) for kind in {kinds[i]: 0 for i in part.devices}
+    }
     each, weight, update = zip(*(alike[kinds[i]] for i in part.devices), strict=True)
     ring = ring_of(fleet, part.devices)
     trip = load = 0.0

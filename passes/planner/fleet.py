@@ -84,10 +84,9 @@ class Fleet:
         chosen, path = tuple(indices), self.path
         return Fleet(tuple(self.devices[i] for i in chosen), lambda a, b: path(chosen[a], chosen[b]), self.trains)
 
-    @cached_property
-    def is_apart(self) -> bool:
-        """Say whether the devices are on several hosts."""
-        return len({device.host for device in self.devices}) > 1
+    def is_apart(self, devices: Sequence[int]) -> bool:
+        """Say whether these devices are on several hosts."""
+        return len({self.devices[i].host for i in devices}) > 1
 
     def kinds(self) -> list[int]:
         """Return for every device the first one that is alike."""

@@ -365,6 +365,7 @@ class SimulatedSteps:
             forward, backward, weight, recompute, update = (
                 float(sums[stage.last] - sums[stage.first]) for sums in table.times(device)
             )
+            update /= len(stage.devices) if plan.zero else 1
             back = backward + (recompute if stage.recompute else 0.0) - (weight if parted else 0.0)
             duration = {FORWARD: forward, BACKWARD: back, WEIGHTS: weight, UPDATE: update}.get(action.kind)
             return 0.0 if duration is None else duration + device.call_overhead

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,14 @@ from .plan import PlanRequest
 Bools = npt.NDArray[np.bool_]
 _PLENTY = 1 << 40
 _Number = TypeVar("_Number", np.float64, np.int64)
+
+
+class Members(NamedTuple):
+    """The devices of a stage, as far as its memory and seconds depend on them: their kinds, and whether they are
+    `apart`, on several hosts, where optimiser state is shared out."""
+
+    kinds: tuple[int, ...]
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +66,16 @@ class UnequalOption:
         self,
         stages: Stages,
         recompute: bool,
-        kinds: tuple[int, ...],
+        members: Members,
         full: int | None,
         least: int,
         sums: Ring,
         fits: Bools,
     ) -> None:
-        self.stages, self.recompute, self.kinds, self.least = stages, recompute, kinds, least
+        self.stages, self.recompute, self.kinds, self.least = stages, recompute, members.kinds, least
         self.sums, self.fits = sums, fits
         # Options of one case are priced together.
-        self.case = len(kinds), recompute, full
+        self.case = len(members.kinds), recompute, full, members.apart
 
     @cached_property
     def _whole(self) -> tuple[Floats, Floats, Floats]:
@@ -122,25 +130,27 @@ class Stages:
         self.allowed = (single, single & (_ranges(table.alone) == 0))
         self.grads = _ranges(table.grads)
         self.in_parts = wanted.recompute == "parts"
-        self._seconds: dict[tuple[int, bool], tuple[Floats, Floats, Floats]] = {}
-        self._room: dict[tuple[int, bool, int, int, bool], Ints] = {}
+        self._seconds: dict[tuple[int, bool, int], tuple[Floats, Floats, Floats]] = {}
+        self._room: dict[tuple[int, bool, int, bool], Ints] = {}
         self._equals: dict[tuple[object, ...], Option] = {}
         self._unequals: dict[tuple[object, ...], UnequalOption] = {}
         self._found: dict[tuple[object, ...], list[Option | UnequalOption]] = {}
         # The seconds of all kinds together.
-        self._stacked: dict[bool, list[Floats]] = {}
+        self._stacked: dict[tuple[bool, int], list[Floats]] = {}
         self._fitting: dict[tuple[object, ...], Bools] = {}
-        self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._members: dict[tuple[int, ...], Members] = {}
         self._ample: dict[tuple[object, ...], bool] = {}
 
     @cached_property
     def roomy(self) -> bool:
         """Return whether every device has room for the whole model with all microbatches of a batch in flight. Then
         memory is no limit, whatever the plan."""
+        # With more replicas the bytes of each only grow or only shrink.
+        apart = self.members(range(len(self.kinds))).apart
         most = [
-            self.most_in_flight(kind, False, replicas)
+            self.most_in_flight(kind, False, replicas, apart)
             for kind in dict.fromkeys(self.kinds)
-            for replicas in (1, 2)
+            for replicas in sorted({1, 2, len(self.kinds)})
             if self.fleet.devices[kind].memory is not None
         ]
         return all(bool((room[self.allowed[0]] >= self.count).all()) for room in most)
@@ -148,19 +158,20 @@ class Stages:
     def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option | UnequalOption]:
         """Return the ways to run a stage on these devices, with `later` devices in later stages and `ahead` forwards in
         hand."""
-        kinds = self._kinds_of(devices)
+        members = self.members(devices)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
-        key = (kinds, warm, full, ring.fixed, ring.each)
+        key = (members, warm, full, ring.fixed, ring.each)
         if key not in self._found:
-            self._found[key] = list(self._options(kinds, warm, full, ring))
+            self._found[key] = list(self._options(members, warm, full, ring))
         return self._found[key]
 
     def shares(
         self, devices: Sequence[int], later: int, ahead: int, recompute: bool, first: int, last: int
     ) -> tuple[int, ...]:
         """Return the shares of the replicas of one stage."""
-        kinds = self._kinds_of(devices)
+        members = self.members(devices)
+        kinds = members.kinds
         if len(set(kinds)) == 1:
             fewest, more = divmod(self.count, len(kinds))
             return (fewest + 1,) * more + (fewest,) * (len(kinds) - more)
@@ -168,25 +179,28 @@ class Stages:
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
         here = (slice(first, first + 1), slice(last, last + 1))
         each = np.stack([self.times(kind, recompute)[0][here].ravel() for kind in kinds])
-        held = np.stack([room[here].ravel() for room in self.most_shares(kinds, full, recompute)])
+        held = np.stack(
+            [room[here].ravel() for room in self.most_shares(kinds, full, recompute, len(kinds), members.apart)]
+        )
         return tuple(int(n) for n in _shares(each, held, self.row.least_share(warm), self.count, self.head)[:, 0])
 
-    def _kinds_of(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Return the kinds of devices, which large fleets ask for again and again."""
+    def members(self, devices: Sequence[int]) -> Members:
+        """Return what a stage depends on of its devices, which large fleets ask for again and again."""
         key = tuple(devices)
-        if key not in self._kinds:
-            self._kinds[key] = tuple(self.kinds[i] for i in key)
-        return self._kinds[key]
+        if key not in self._members:
+            apart = self.wanted.zero > 0 and self.fleet.is_apart(key)
+            self._members[key] = Members(tuple(self.kinds[i] for i in key), apart)
+        return self._members[key]
 
     def fitting(self, devices: Sequence[int], later: int, ahead: int) -> Bools:
         """Return the ranges for which `options` has any entry, without their costs: that is a small part of the
         work."""
-        kinds = self._kinds_of(devices)
+        members = self.members(devices)
         warm = self.row.warm_up(ahead)
         full = self.row.in_flight(self.count, warm, self.all_devices - later - len(devices), len(devices))
-        key = (kinds, warm, full)
+        key = (members, warm, full)
         if key not in self._fitting:
-            fits = [self._fits(kinds, warm, full, recompute) for recompute in self.recomputations()]
+            fits = [self._fits(members, warm, full, recompute) for recompute in self.recomputations()]
             self._fitting[key] = np.logical_or.reduce(fits)
         return self._fitting[key]
 
@@ -200,13 +214,14 @@ class Stages:
         sums = forward + backward - (2 * weight if self.row.splits else 0.0)
         return np.diff(sums)
 
-    def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option | UnequalOption]:
+    def _options(self, members: Members, warm: int, full: int, ring: Ring) -> list[Option | UnequalOption]:
         options: list[Option | UnequalOption] = []
+        kinds = members.kinds
         if len(kinds) * self.row.least_share(warm) > self.count:
             return options
         for recompute in self.recomputations():
             option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(
-                kinds, warm, full, ring, recompute
+                members, warm, full, ring, recompute
             )
             if option is not None:
                 options.append(option)
@@ -217,30 +232,32 @@ class Stages:
     def recomputations(self) -> tuple[bool, ...]:
         return {"none": (False,), "all": (True,)}.get(self.wanted.recompute, (False, True))
 
-    def _fits(self, kinds: tuple[int, ...], warm: int, full: int, recompute: bool) -> Bools:
-        """Return the ranges of layers that memory allows replicas of these kinds."""
+    def _fits(self, members: Members, warm: int, full: int, recompute: bool) -> Bools:
+        """Return the ranges of layers that memory allows these replicas."""
+        kinds, apart = members
         allowed: Bools = self.allowed[len(kinds) > 1]
         least = self.row.least_share(warm)
         if len(kinds) * least > self.count:
             return np.zeros_like(allowed)
         if len(set(kinds)) == 1:
             alike: Bools = allowed & (
-                self.most_in_flight(kinds[0], recompute, len(kinds)) >= self.needed(len(kinds), full)
+                self.most_in_flight(kinds[0], recompute, len(kinds), apart) >= self.needed(len(kinds), full)
             )
             return alike
-        if self._all_roomy(kinds, full, recompute):
+        if self._all_roomy(members, full, recompute):
             return allowed
-        held = np.stack(self.most_shares(kinds, full, recompute))
+        held = np.stack(self.most_shares(kinds, full, recompute, len(kinds), apart))
         # Memory may hold far more microbatches than there are.
         fitting: Bools = allowed & (held >= least).all(0) & (np.minimum(held, self.count).sum(0) >= self.count)
         return fitting
 
-    def _all_roomy(self, kinds: Sequence[int], full: int, recompute: bool) -> bool:
+    def _all_roomy(self, members: Members, full: int, recompute: bool) -> bool:
         """Return whether each of these replicas alone has memory for a whole batch, with any layers."""
-        for kind in dict.fromkeys(kinds):
-            key = kind, full, recompute, len(kinds)
+        replicas = len(members.kinds)
+        for kind in dict.fromkeys(members.kinds):
+            key = kind, full, recompute, replicas, members.apart
             if key not in self._ample:
-                room = self.most_in_flight(kind, recompute, len(kinds))[self.allowed[1]]
+                room = self.most_in_flight(kind, recompute, replicas, members.apart)[self.allowed[1]]
                 self._ample[key] = bool((room >= max(full, self.count)).all())
             if not self._ample[key]:
                 return False
@@ -253,31 +270,29 @@ class Stages:
             return most
         return full if self.row.delay else min(full, most)
 
-    def most_shares(self, kinds: Sequence[int], full: int, recompute: bool, replicas: int = 0) -> list[Ints]:
+    def most_shares(self, kinds: Sequence[int], full: int, recompute: bool, replicas: int, apart: bool) -> list[Ints]:
         """Return for each of some kinds the most microbatches of a batch that its memory lets it run, as one of so many
-        replicas (0: of these); `full` are in flight when it runs many."""
-        replicas = replicas or len(kinds)
+        replicas, `apart` or not; `full` are in flight when it runs many."""
         most = {}
         for kind in dict.fromkeys(kinds):
-            room = self.most_in_flight(kind, recompute, replicas)
+            room = self.most_in_flight(kind, recompute, replicas, apart)
             short = 0 if self.row.delay else room
             most[kind] = np.where(room >= full, self.count, short) if self.row.bounded else room
         return [most[kind] for kind in kinds]
 
-    def _equal(
-        self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
-    ) -> tuple[Option | None, bool]:
+    def _equal(self, members: Members, warm: int, full: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
         """Return the option of equal replicas, and whether memory allows it everywhere."""
+        kinds = members.kinds
         replicas, kind = len(kinds), kinds[0]
         allowed = self.allowed[replicas > 1]
-        fits = self._fits(kinds, warm, full, recompute)
+        fits = self._fits(members, warm, full, recompute)
         count = np.count_nonzero(fits)
         if not count:
             return None, False
         everywhere = bool(count == np.count_nonzero(allowed))
         key = (kinds, ring.fixed, ring.each, recompute)
         if key not in self._equals:
-            times = self.times(kind, recompute)
+            times = self.times(kind, recompute, replicas)
             slowest = (-(-self.count // replicas) - self.head) * times[0]
             summing = np.asarray(ring.fixed + ring.each * self.grads, np.float64) if replicas > 1 else None
             priced = self._priced(np.where(allowed, slowest, np.inf), [[row] for row in times], replicas, summing)
@@ -289,22 +304,23 @@ class Stages:
         return Option(recompute, pace, pace if self.row.delay else whole.cost, whole.ring), False
 
     def _unequal(
-        self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool
+        self, members: Members, warm: int, full: int, ring: Ring, recompute: bool
     ) -> tuple[UnequalOption | None, bool]:
         """Return the option of unequal replicas, and whether memory allows it everywhere."""
+        kinds, apart = members
         least = self.row.least_share(warm)
-        key = (kinds, ring.fixed, ring.each, recompute, least)
+        key = (members, ring.fixed, ring.each, recompute, least)
         if key in self._unequals:
             return self._unequals[key], True
-        if self._all_roomy(kinds, full, recompute):
-            option, everywhere = UnequalOption(self, recompute, kinds, None, least, ring, self.allowed[1]), True
+        if self._all_roomy(members, full, recompute):
+            option, everywhere = UnequalOption(self, recompute, members, None, least, ring, self.allowed[1]), True
         else:
-            held = self.most_shares(kinds, full, recompute)
+            held = self.most_shares(kinds, full, recompute, len(kinds), apart)
             everywhere = all(bool((room[self.allowed[1]] >= self.count).all()) for room in held)
-            fits = self._fits(kinds, warm, full, recompute)
+            fits = self._fits(members, warm, full, recompute)
             if not fits.any():
                 return None, everywhere
-            option = UnequalOption(self, recompute, kinds, None if everywhere else full, least, ring, fits)
+            option = UnequalOption(self, recompute, members, None if everywhere else full, least, ring, fits)
         if self.roomy:
             self._unequals[key] = option
         return option, everywhere
@@ -314,16 +330,17 @@ class Stages:
     ) -> tuple[Floats, Floats, Floats]:
         """Return pace, cost and ring of ranges of layers that fit, each by the option of its number. The options have
         the same `case`."""
-        replicas, recompute, full = options[0].case
+        replicas, recompute, full, apart = options[0].case
         number = {kind: n for n, kind in enumerate(dict.fromkeys(self.kinds))}
         kinds = np.array([[number[kind] for kind in option.kinds] for option in options])[which].T
-        if recompute not in self._stacked:
-            rows = [self.times(kind, recompute) for kind in number]
-            self._stacked[recompute] = [np.stack([row[n] for row in rows]) for n in range(3)]
-        each, weight, update = (seconds[kinds, first, last] for seconds in self._stacked[recompute])
+        key = recompute, self.holders(replicas)
+        if key not in self._stacked:
+            rows = [self.times(kind, *key) for kind in number]
+            self._stacked[key] = [np.stack([row[n] for row in rows]) for n in range(3)]
+        each, weight, update = (seconds[kinds, first, last] for seconds in self._stacked[key])
         held = np.broadcast_to(np.int64(self.count), each.shape)
         if full is not None:
-            rooms = self.most_shares([*number], full, recompute, replicas)
+            rooms = self.most_shares([*number], full, recompute, replicas, apart)
             held = np.stack([room[first, last] for room in rooms])[kinds, np.arange(len(first))]
         fewest, fixed, part = np.array([(option.least, option.sums.fixed, option.sums.each) for option in options]).T
         shares = _shares(each, held, fewest.astype(np.int64)[which], self.count, self.head)
@@ -349,25 +366,31 @@ class Stages:
             each = [np.maximum(t - 2 * w, 0.0) for t, w in zip(each, weight, strict=True)]
         return pace, _most(each), None
 
-    def times(self, kind: int, recompute: bool) -> tuple[Floats, Floats, Floats]:
-        """Return the seconds of a microbatch, its weight gradients and an update."""
-        if (kind, recompute) not in self._seconds:
+    def holders(self, replicas: int) -> int:
+        """Return how many of so many replicas share out the updates of a stage, and its optimiser state."""
+        return replicas if self.wanted.zero else 1
+
+    def times(self, kind: int, recompute: bool, replicas: int = 1) -> tuple[Floats, Floats, Floats]:
+        """Return the seconds of a microbatch, its weight gradients and an update, for one of so many replicas."""
+        key = kind, recompute, self.holders(replicas)
+        if key not in self._seconds:
             forward, backward, weight, again, update = self.table.times(self.fleet.devices[kind])
             calls = self.table.chain.calls(self.fleet.devices[kind])
             ends = self.table.boundaries(calls)
             each = _ranges(forward) + _ranges(backward) + calls.microbatch + ends[:, None] + ends[None, :]
-            self._seconds[kind, recompute] = (
+            self._seconds[key] = (
                 each + _ranges(again) if recompute else each,
                 _ranges(weight),
-                _ranges(update) + calls.update,
+                _ranges(update) / key[2] + calls.update,
             )
-        return self._seconds[kind, recompute]
+        return self._seconds[key]
 
-    def most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
+    def most_in_flight(self, kind: int, recompute: bool, replicas: int, apart: bool) -> Ints:
         """Return the most microbatches in flight that fit, for every range of layers; below 0 where not even the fixed
         bytes fit."""
-        copies, holders = self.row.gradient_copies(replicas), replicas if self.wanted.zero else 1
-        key = kind, recompute, copies, holders, replicas > 1
+        zero, copies, holders = self.wanted.zero > 0, self.row.gradient_copies(replicas), self.holders(replicas)
+        # Without zero all numbers of replicas but one take as much.
+        key = kind, recompute, replicas if zero else min(replicas, 2), apart
         if key not in self._room:
             table, memory = self.table, self.fleet.devices[kind].memory
             if memory is None:
@@ -375,7 +398,7 @@ class Stages:
             else:
                 saved, is_host = _ranges(table.saved), self.fleet.devices[kind].kind != "cuda"
                 places = np.arange(table.count + 1)
-                sums = Sums(replicas, self.wanted.zero > 0, self.fleet.is_apart, is_host)
+                sums = Sums(replicas, zero, apart, is_host)
                 kept, workspace = table.exchanged(places[:, None], places[None, :], sums)
                 fixed = (
                     _ranges(table.params) * self.row.versions

@@ -38,8 +38,9 @@ def least_of_groups(
     # Groups with the same first kinds follow each other, and share their sums.
     for g in sorted(range(len(groups)), key=numbers.__getitem__):
         best: tuple[Floats, Floats] | None = None
+        apart = stages.members(groups[g]).apart
         for way in ways:
-            fits = _all_fits(stages, way, numbers[g], several)
+            fits = _all_fits(stages, way, numbers[g], apart, several)
             if fits is not None and not fits.any():
                 continue
             pace, cost = way.below(numbers[g], rings[g], behind)
@@ -57,9 +58,9 @@ def least_of_groups(
     return paces.reshape(shape), costs.reshape(shape)
 
 
-def _all_fits(stages: Stages, way: _Sums, kinds: Sequence[int], several: Bools) -> Bools | None:
-    """Return by range of layers what memory allows a group of devices, wherever its stage stands; None where that
-    is all of it. `several` are the ranges that several devices may have."""
+def _all_fits(stages: Stages, way: _Sums, kinds: Sequence[int], apart: bool, several: Bools) -> Bools | None:
+    """Return by range of layers what memory allows a group of devices, `apart` or not, wherever its stage stands; None
+    where that is all of it. `several` are the ranges that several devices may have."""
     replicas, warm = len(kinds), stages.row.warm_up(0)
     full, least = stages.row.in_flight(stages.count, warm, 0, replicas), stages.row.least_share(warm)
     able = several if replicas > 1 else np.ones_like(several)
@@ -67,7 +68,7 @@ def _all_fits(stages: Stages, way: _Sums, kinds: Sequence[int], several: Bools) 
         return np.zeros_like(able)
     limited = any(device.memory is not None for device in stages.fleet.devices)
     if limited and not (stages.roomy and not way.recompute):
-        held, room = way.held(replicas, full)
+        held, room = way.held(replicas, full, apart)
         if kinds[0] == kinds[-1]:
             able = able & (room[kinds[0]] >= stages.needed(replicas, full))
         else:
@@ -89,17 +90,18 @@ class _Sums:
         self.grads = stages.grads[ranges]
         # For the first devices of the last group: kind, speed together, and most seconds of each of these kinds.
         self.first: list[tuple[int, tuple[Floats, ...]]] = []
-        self._held: dict[int, tuple[list[Ints], list[Ints]]] = {}
+        self._held: dict[tuple[int, bool], tuple[list[Ints], list[Ints]]] = {}
 
-    def held(self, replicas: int, full: int) -> tuple[list[Ints], list[Ints]]:
+    def held(self, replicas: int, full: int, apart: bool) -> tuple[list[Ints], list[Ints]]:
         """Return for each kind how many microbatches of a batch one of so many replicas may run, at most a batch, and
         how many it has room for."""
-        if replicas not in self._held:
-            stages = self.stages
-            held = [most[self.ranges] for most in stages.most_shares(self.kinds, full, self.recompute, replicas)]
-            room = [stages.most_in_flight(kind, self.recompute, replicas)[self.ranges] for kind in self.kinds]
-            self._held[replicas] = [np.minimum(most, stages.count) for most in held], room
-        return self._held[replicas]
+        key = replicas, apart
+        if key not in self._held:
+            stages, way = self.stages, (self.recompute, replicas, apart)
+            held = [most[self.ranges] for most in stages.most_shares(self.kinds, full, *way)]
+            room = [stages.most_in_flight(kind, *way)[self.ranges] for kind in self.kinds]
+            self._held[key] = [np.minimum(most, stages.count) for most in held], room
+        return self._held[key]
 
     def below(self, group: Sequence[int], ring: Ring, trips: Floats | None) -> tuple[Floats, Floats]:
         """Return pace and cost of a group, whose kinds are numbers among all kinds in ascending order."""
@@ -110,7 +112,8 @@ class _Sums:
             pace = (-(-count // replicas) - head) * each
         else:
             pace = max(count - head * replicas, 0) / together
-        pace += update
+        # Only the part of an update that is shared out is divided, which is more.
+        pace += update / stages.holders(replicas)
         cost = each.copy()
         if row.splits:
             heaviest = 2 * weight

@@ -148,7 +148,7 @@ class Brute:
                         self.schedule, warm + 1
                     )
                     limit = self.fleet.devices[device].memory
-                    fits &= limit is None or self._bytes(first, last, r, held, recompute) <= limit
+                    fits &= limit is None or self._bytes(first, last, group, held, recompute) <= limit
                 if fits:
                     seconds, weights, updates = [], [], []
                     for device in group:
@@ -158,7 +158,7 @@ class Brute:
                             sum(t.forward[i] + t.backward[i] + (t.again[i] if recompute else 0) for i in span)
                         )
                         weights.append(sum(t.weight[i] for i in span))
-                        updates.append(sum(t.update[i] for i in span))
+                        updates.append(sum(t.update[i] for i in span) / (r if self.zero else 1))
                     found.append((recompute, shares, seconds, weights, updates))
         self.options_seen[key] = found
         return found
@@ -174,8 +174,8 @@ class Brute:
             found.append(held * (coming + sum(self.layers[c - 1].out.at(self.b) for c in cuts)) + max(parts))
         return min(found)
 
-    def _bytes(self, first: int, last: int, replicas: int, held: int, recompute: bool) -> int:
-        b, layers = self.b, self.layers[first:last]
+    def _bytes(self, first: int, last: int, group: tuple[int, ...], held: int, recompute: bool) -> int:
+        b, layers, replicas = self.b, self.layers[first:last], len(group)
         saved = sum(x.saved.at(b) for x in layers)
         coming = self.layers[first - 1].out.at(b) if first else 0
         returned = self.layers[first - 1].back.at(b) if first else 0
@@ -185,7 +185,7 @@ class Brute:
         return (
             sum(x.params for x in layers) * (2 if self.late else 1)
             + sum(x.grads for x in layers) * (2 if self.late and replicas > 1 else 1)
-            + (self._exchanged(layers, replicas) if replicas > 1 else 0)
+            + (self._exchanged(layers, group) if replicas > 1 else 0)
             + ceil(sum(x.state for x in layers) / (replicas if self.zero else 1))
             + (sum(x.late for x in layers) if self.late and replicas == 1 else 0)
             + (self._again(first, last, held, kept) if recompute else held * saved)
@@ -196,13 +196,13 @@ class Brute:
             + self.base
         )
 
-    def _exchanged(self, layers: Sequence[Layer], replicas: int) -> int:
+    def _exchanged(self, layers: Sequence[Layer], group: tuple[int, ...]) -> int:
         """Bytes of sums over replicas. With zero, each sends and gets parts of gradients, over hosts from blocks, and
         has two blocks of each size for its parts of new weights, and one for each that comes from another host."""
-        grads = sum(x.grads for x in layers)
+        grads, replicas = sum(x.grads for x in layers), len(group)
         if not self.zero:
             return min(4 << 20, grads)
-        others = replicas - 1 if len({device.host for device in self.fleet.devices}) > 1 else 0
+        others = replicas - 1 if len({self.fleet.devices[i].host for i in group}) > 1 else 0
         blocks = sum(ceil(size / replicas) for size in {size for x in layers for size in x.pieces})
         return 2 * others * ceil(grads / replicas) + (2 + others) * blocks
 

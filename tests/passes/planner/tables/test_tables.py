@@ -133,11 +133,12 @@ def test_boundaries_have_the_numbers_of_their_ways_and_loads() -> None:
 
 def dealt(option: UnequalOption, first: int, last: int) -> float:
     """The least time of the slowest replica over all ways to deal out the microbatches of a batch."""
-    stages, full = option.stages, option.case[2]
+    stages, (replicas, recompute, full, apart) = option.stages, option.case
     each = [float(stages.times(kind, option.recompute)[0][first, last]) for kind in option.kinds]
     held = [stages.count] * len(each)
     if full is not None:
-        held = [int(most[first, last]) for most in stages.most_shares(option.kinds, full, option.recompute)]
+        rooms = stages.most_shares(option.kinds, full, recompute, replicas, apart)
+        held = [int(most[first, last]) for most in rooms]
     ways = combinations_with_replacement(range(len(each)), stages.count)
     shares = {tuple(way.count(j) for j in range(len(each))) for way in ways}
     return min(
