@@ -105,15 +105,15 @@ class Contender:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure both trainings and the way in turns; the first turn warms up."""
     without, elsewhere = (Contender(arguments, offload) for offload in WAYS)
-    assert elsewhere.curve.home is not None
-    way = Way(Path(arguments.out), elsewhere.curve.home.bytes, elsewhere.curve.home.bytes)
+    (home,) = elsewhere.curve.homes
+    way = Way(Path(arguments.out), home.bytes, home.bytes)
     rows: list[tuple[float, float, float]] = []
     for _ in range(arguments.rounds + 1):
         rows.append((way.seconds(), without.seconds(arguments.steps), elsewhere.seconds(arguments.steps)))
     moving, whole, away = (statistics.median(column) for column in zip(*rows[1:], strict=True))
     found = {
-        "state bytes": elsewhere.curve.home.bytes,
-        "state on device": elsewhere.curve.home.on_device,
+        "state bytes": home.bytes,
+        "state on device": home.on_device,
         "way seconds": moving,
         "way bytes per second": sum(way.sizes) / moving,
         "without": whole,

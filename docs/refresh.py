@@ -380,6 +380,15 @@ def committed() -> dict[str, Callable[[], str]]:
     return parts
 
 
+def pictures_of_memory() -> dict[str, Callable[[], str]]:
+    """The parts that docs/memory_pictures.py makes."""
+    sys.path.insert(0, str(HERE))
+    import memory_pictures
+
+    parts: dict[str, Callable[[], str]] = memory_pictures.parts()
+    return parts
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
     "verifier": lambda: docstring("penstock.ir.verify.verifier", "typed ", "Cost:"),
@@ -450,6 +459,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rooms": index("rooms"),
     "files": index("files"),
     **committed(),
+    **pictures_of_memory(),
 }
 
 

@@ -165,23 +165,26 @@ def is_made_later(action: Action) -> bool:
     return is_brought(action) and action.version is not None and action.version > action.mb
 
 
-def resident_bytes(module: Module, actions: Iterable[Action]) -> Iterator[int]:
-    """Yield after each action of a rank the bytes of items that are on the device."""
+def resident_bytes(module: Module, actions: Iterable[Action], space: str = "") -> Iterator[int]:
+    """Yield after each action of a rank the bytes of items that are on the device: of those with a home in a space, or
+    of all."""
     now, claims = 0, ItemClaims()
     for action in actions:
         if is_brought(action) or is_let_go(action):  # saved sets are values, and in walk.py
             image = stage_images(module, action.stage).get(action.item)
-            now += 0 if image is None else image.nbytes * claims.change(action)
+            if image is not None and space in ("", image.space):
+                now += image.nbytes * claims.change(action)
         yield now
 
 
-def copied_bytes(module: Module, rank: int) -> dict[str, int]:
-    """Return the bytes of variables that a rank copies for a batch, by kind: CI and CO."""
+def copied_bytes(module: Module, rank: int, space: str = "") -> dict[str, int]:
+    """Return the bytes of variables that a rank copies for a batch, by kind: CI and CO. They are those with a home in a
+    space, or all."""
     copied, claims = dict.fromkeys(COPIES, 0), ItemClaims()
     assert module.schedule is not None
     for action in module.schedule.expand(rank, 2 * _BATCHES):
         image = stage_images(module, action.stage).get(action.item) if action.item else None
-        if image is None:
+        if image is None or space not in ("", image.space):
             continue
         there = (is_brought(action) or is_let_go(action)) and claims.change(action) != 1
         if (

@@ -118,7 +118,7 @@ def test_curves_are_those_of_the_simulation(bundle: Subject) -> None:
 def test_a_plot_misses_no_peak(bundle: Subject) -> None:
     for curve in memory_curves(bundle.module, 2):
         for columns in (3, 17, 80):
-            heights = _heights(curve, columns, curve.points[-1].seconds)
+            heights = _heights([(point.seconds, point.live) for point in curve.points], columns)
             assert max(heights) == curve.most_live.live
             assert 0 not in heights
     text = show_memory(memory_curves(bundle.module, 2), 80)

@@ -96,8 +96,8 @@ def test_a_stage_per_rank_trains_the_same_and_holds_what_was_planned(mlp, tmp_pa
         assert any(action.kind == "CI" for action in planned.actions)
         moved = sum(copy.nbytes for copy in copies[rank])
         curve = memory_curves(module)[rank]
-        assert curve.home is not None
-        assert moved == 3 * curve.home.moved_per_batch == 6 * curve.home.bytes
+        (home,) = curve.homes
+        assert moved == 3 * home.moved_per_batch == 6 * home.bytes
         # The control: an account that does not know that state was let go of.
         assert first_difference(replace(planned, lives=planned.lives[1:]), measured) is not None
     rows = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e.get("cat") == "copy"]
@@ -136,9 +136,9 @@ def test_chunks_train_the_same_and_are_held_as_planned(chunks, tmp_path, schedul
         assert first_difference(planned, measured) is None
         assert {action.item for action in planned.actions} >= {"c0", "c1", "c2", "c3"}
         curve = memory_curves(module)[rank]
-        assert curve.home is not None
-        assert sum(copy.nbytes for copy in copies[rank]) == 3 * curve.home.moved_per_batch == 6 * curve.home.bytes
-        assert curve.home.on_device < curve.home.bytes
+        (home,) = curve.homes
+        assert sum(copy.nbytes for copy in copies[rank]) == 3 * home.moved_per_batch == 6 * home.bytes
+        assert home.on_device < home.bytes
 
 
 def planned_lanes(module, left_out=""):
@@ -261,9 +261,9 @@ def test_what_a_rank_has_elsewhere_is_shown(packs):
     whole, away = (open_bundle(path).module for path in packs)
     text = show_memory(memory_curves(away))
     for rank, curve in enumerate(memory_curves(away)):
-        assert curve.home is not None
-        assert curve.home.on_device < curve.home.bytes
-        assert f"rank {rank}: {curve.home.bytes / 1024:.1f} KiB at home in disk" in text
+        (home,) = curve.homes
+        assert home.on_device < home.bytes
+        assert f"rank {rank}: {home.bytes / 1024:.1f} KiB at home in disk" in text
         assert curve.memory.peak < memory_curves(whole)[rank].memory.peak
     assert "at home" not in show_memory(memory_curves(whole))
 

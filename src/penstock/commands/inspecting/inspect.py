@@ -110,7 +110,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def _add_views(parser: ArgumentParser) -> None:
     parser.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
     parser.add_argument(
-        "--memory", action="store_true", help="print predicted peak memory per rank, and what lives over time"
+        "--memory",
+        action="store_true",
+        help="print predicted peak memory per rank, and what lives over time, on the device and in other memory spaces",
     )
     parser.add_argument(
         "--trace",

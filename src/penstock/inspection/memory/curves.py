@@ -20,7 +20,7 @@ from penstock.passes.costs.prices import rank_seconds
 from penstock.passes.simulator.forecast import forecast, seconds_of
 from penstock.support.errors import UsageError
 
-from .homes import HomeRoom, home_room
+from .homes import HomeRoom, home_rooms
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Curve:
     """The memory of a rank over a run.
 
     `budget` is the memory of the rank's device, if its cluster states it; `timed` says whether seconds are seconds.
-    `caches` and `home` are None where there are none. `captured` is what captured calls may keep beside the peak.
+    `caches` is None where there are none. `homes` has a room for each other space that the rank has something in, over
+    the same actions. `captured` is what captured calls may keep beside the peak.
     """
 
     rank: int
@@ -60,7 +61,7 @@ class Curve:
     points: tuple[Point, ...]
     timed: bool
     caches: CacheRoom | None = None
-    home: HomeRoom | None = None
+    homes: tuple[HomeRoom, ...] = ()
     captured: int = 0
 
     @property
@@ -94,7 +95,7 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
                 points,
                 times is not None,
                 cache_room(module, packs[rank][0]),
-                home_room(module, rank, [action for action, _, _ in states], at),
+                home_rooms(module, rank, [action for action, _, _ in states], at),
                 sum(captured_room(module, rank).values()),
             )
         )

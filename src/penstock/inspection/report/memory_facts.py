@@ -3,17 +3,20 @@
     {"rank", "fixed": {purpose: bytes}, "variables": [[name, role, versions, bytes], ...],
      "points": [time, activations, boundary, free, items, ... flat],
      "lives": [name, owner, purpose, bytes, from, to, ... flat],
-     "home": {"space", "course": [time, bytes, ... flat],
-              "absences": [[item, bytes, ticks, until, ticks of a copy], ...]}}
+     "homes": [{"space", "room", "points": [time, alone, also, ... flat],
+                "stays": [item, owner, bytes, here, from, to, ... flat],
+                "absences": [[item, bytes, ticks, until, ticks of a copy, out, back], ...]}, ...]}
 
 `fixed` does not change: weights, gradients, optimiser state, buffers, and waiting data. `items` are weights, gradients
-and state that come from another space and go; `home` is what lies there, and why items go (inspection/memory/homes.py),
-null without. The sum at a point is the memory that the process holds by memory_curve. `free` are blocks that are unused
-between calls: temporaries of graphs, and memory kept for the next microbatch. `lives` are the blocks of values of
-microbatches (those of batch t under -1 - t), with the times between which they live; `to` is -1 where the run ends
-first. A message of several values has the name of the first, and their number. Times are ticks of schedule_facts.
+and state that come from another space and go. `homes` are the spaces that the rank has something in, and why items go
+(inspection/memory/homes.py): bytes that are there alone, and those that are on the device also. A stay is a time of a
+block on the device (`here` is 1) or in the space alone; its owner is a microbatch or a version, or none. The sum at a
+point is the memory that the process holds by memory_curve. `free` are blocks that are unused between calls: temporaries
+of graphs, and memory kept for the next microbatch. `lives` are the blocks of values of microbatches (those of batch t
+under -1 - t), with the times between which they live; `to` is -1 where the run ends first. A message of several values
+has the name of the first, and their number. Times are ticks of schedule_facts.
 
-Limit: of a long program only the first lives are kept (`_MOST`), and the points until then.
+Limit: of a long program only the first lives are kept (`_MOST`), and the points and stays until then.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.inspection.memory.homes import HomeRoom, home_room
+from penstock.inspection.memory.homes import Absence, HomeRoom, Presence, home_rooms
+from penstock.ir.action_kinds import SAVED_ITEM
 from penstock.ir.graph import stage_vars
 from penstock.ir.memory.account import Life
 from penstock.ir.memory.items import resident_bytes
@@ -59,6 +63,7 @@ def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: 
             points += finish, *held
             last = held
     lives = sorted(course.lives, key=lambda life: life.taken_at)
+    end = finishes[-1] if finishes else 0
     if len(lives) > most:
         end = finishes[lives[most].taken_at]
         points = points[: 5 * sum(time <= end for time in points[::5])]
@@ -73,19 +78,37 @@ def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: 
         "variables": [[strings[v.name], v.role, v.versions, v.type.nbytes * v.versions] for v in variables],
         "points": points,
         "lives": [number for life in lives[:most] for number in _flat(life, finishes, strings)],
-        "home": _home_facts(home_room(module, rank, course.actions, forecast.simulated.lines[rank].finishes), finishes),
+        "homes": [
+            _home_facts(home, end, strings)
+            for home in home_rooms(module, rank, course.actions, forecast.simulated.lines[rank].finishes)
+        ],
     }
 
 
-def _home_facts(home: HomeRoom | None, finishes: Sequence[int]) -> dict[str, Any] | None:
-    if home is None:
-        return None
-    course: list[int] = []
-    for finish, nbytes in zip(finishes, home.course, strict=True):
-        if not course or nbytes != course[-1]:
-            course += finish, nbytes
-    rows = [[f"{a.item} of stage {a.stage}", a.bytes, ticks(a.away), a.until, ticks(a.copy)] for a in home.absences]
-    return {"space": home.space, "course": course, "absences": rows}
+def _home_facts(home: HomeRoom, end: int, strings: Strings) -> dict[str, Any]:
+    """Return the facts of a space until an end."""
+    points: list[int] = []
+    for point in home.points:
+        held = [point.alone, point.there - point.alone]
+        if ticks(point.seconds) <= end and held != points[-2:]:
+            points += ticks(point.seconds), *held
+    stays: list[int] = []
+    for stay in home.stays:
+        if ticks(stay.begin) <= end:
+            owner, to = strings[_owner(stay)], -1 if stay.end is None else ticks(stay.end)
+            stays += strings[_shown(stay)], owner, stay.bytes, int(stay.here), ticks(stay.begin), to
+    rows = [[strings[_shown(a)], a.bytes, ticks(a.away), a.until, ticks(a.copy), a.out, a.back] for a in home.absences]
+    return {"space": home.space, "room": home.room, "points": points, "stays": stays, "absences": rows}
+
+
+def _shown(moved: Absence | Presence) -> str:
+    return f"{moved.item} of stage {moved.stage}"
+
+
+def _owner(stay: Presence) -> str:
+    if stay.number is None:
+        return ""
+    return f"{'microbatch' if stay.item == SAVED_ITEM else 'version'} {stay.number}"
 
 
 def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """The timelines of all ranks, as data: planned, and measured where there is a trace, in the same form.
 
     planned   {"batches": [first, count], "anchors": [start of each batch],
-               "lines": [[kind, number, version, peer, start, duration, ...] of each rank, flat]}
-    measured  the same; `compared` are [rank, kind, planned, measured] in seconds, the medians of all computations;
-              `at` is [batch of the run, batch of the plan]: the two that the page aligns at first, from the middle of
-              both, since a run's first batches warm up
+               "lines": [[kind, number, version, peer, start, duration, ...] of each rank, flat],
+               "copies": [[action, kind, number, once per batch, start, until awaited, ...] of each rank, flat]}
+    measured  the same without copies; `compared` are [rank, kind, planned, measured] in seconds, the medians of all
+              computations; `at` is [batch of the run, batch of the plan]: the two that the page aligns at first, from
+              the middle of both, since a run's first batches warm up
 
+A copy between memory spaces begins with its action, and is awaited by another (inspection/views/schedule_grid.py).
 Times are whole tenths of a microsecond. `kind` is a place in `kinds`, `number` that of the microbatch or batch; a
 missing version or peer is -1. A batch begins with its first forward: there two timelines are aligned, whatever came
 before.
@@ -16,11 +18,13 @@ drops take no time and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from penstock.inspection.views.schedule_grid import copies
 from penstock.ir.action_kinds import FORWARD, SUM
+from penstock.ir.grid import Timed
 from penstock.ir.schedule import COMPUTE, COPIES, HANDS, RECEIVES, SENDS, Action
 from penstock.passes.simulator.result import Simulated
 
@@ -32,7 +36,8 @@ TICKS = 1e7
 _MOST = 24000
 _MOST_BATCHES = 24
 
-Timed = tuple[Action, float, float]
+# An action, its start and the seconds that it takes.
+_Took = tuple[Action, float, float]
 
 
 def ticks(seconds: float) -> int:
@@ -42,8 +47,24 @@ def ticks(seconds: float) -> int:
 
 def planned_facts(simulated: Simulated) -> dict[str, Any]:
     """Return the timeline of a simulation."""
-    lines = {rank: [(a, start, end - start) for a, start, end in simulated.timed(rank)] for rank in simulated.lines}
-    return _timeline(lines, simulated.schedule.microbatches, range(simulated.batches))
+    per_batch = simulated.schedule.microbatches
+    timed = {rank: [Timed(*row) for row in simulated.timed(rank)] for rank in simulated.lines}
+    facts = _timeline(
+        {rank: [(a, start, end - start) for a, start, end in line] for rank, line in timed.items()},
+        per_batch,
+        range(simulated.batches),
+    )
+    first, count = facts["batches"]
+    run, origin = range(first, first + count), facts["origin"]
+    return facts | {"copies": [list(_copies(timed[rank], per_batch, run, origin)) for rank in facts["ranks"]]}
+
+
+def _copies(line: Sequence[Timed], per_batch: int, run: range, origin: int) -> Iterator[str | int]:
+    """Yield the copies of a rank in some batches, flat."""
+    for action, begins, awaited in copies(line):
+        if action.batch(per_batch) in run:
+            yield from (str(action), KINDS.index(action.kind), action.mb, int(action.once))
+            yield from (ticks(begins) - origin, ticks(awaited - begins))
 
 
 def measured_facts(trace: RunTrace, planned: Simulated, shown: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +81,7 @@ def measured_facts(trace: RunTrace, planned: Simulated, shown: Mapping[str, Any]
 
 
 def _timeline(
-    lines: Mapping[int, Iterable[Timed]], per_batch: int, batches: range, middle: bool = False
+    lines: Mapping[int, Iterable[_Took]], per_batch: int, batches: range, middle: bool = False
 ) -> dict[str, Any]:
     """Return some batches of a run: its first ones, or those in its middle."""
     shown = {rank: [timed for timed in line if timed[0].kind in KINDS] for rank, line in sorted(lines.items())}
@@ -85,14 +106,14 @@ def _timeline(
     }
 
 
-def _flat(timed: Timed, origin: float) -> tuple[int, ...]:
+def _flat(timed: _Took, origin: float) -> tuple[int, ...]:
     action, start, seconds = timed
     version = -1 if action.version is None else action.version
     peer = -1 if action.peer is None else action.peer
     return KINDS.index(action.kind), action.mb, version, peer, ticks(start - origin), ticks(seconds)
 
 
-def _compared(measured: Mapping[int, Iterable[Timed]], planned: Simulated) -> Iterable[list[Any]]:
+def _compared(measured: Mapping[int, Iterable[_Took]], planned: Simulated) -> Iterable[list[Any]]:
     for rank, line in sorted(measured.items()):
         measured_times: dict[str, list[float]] = {}
         for action, _, seconds in line:

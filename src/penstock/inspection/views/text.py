@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.inspection.flow import FlowLine
-from penstock.inspection.memory.curves import CacheRoom, Curve
-from penstock.inspection.memory.homes import HomeRoom
+from penstock.inspection.memory.curves import CacheRoom, Curve, Point
+from penstock.inspection.memory.homes import HomePoint, HomeRoom
 from penstock.inspection.sources import ONNX, SourceNode
 from penstock.inspection.summary import RungFacts, StageFacts, Summary
 from penstock.inspection.weights import Statistics
@@ -27,6 +27,8 @@ from .colours import paint, paint_changes, paint_ir
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _PLOT_WIDTH = 4, 100
+# Where the upper of two curves fills half of a cell or more, and the lower one none of it.
+_BETWEEN = "░"
 # This many parts and sources are printed in full; the others are counted.
 _MOST_PARTS, _MOST_SOURCES = 8, 6
 # The items that go to another space of a rank.
@@ -166,7 +168,7 @@ def _statistics(statistics: Statistics | None) -> list[str]:
 
 
 def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
-    """Return a table of memory by purpose, and the curve of every rank."""
+    """Return a table of memory by purpose, and the curves of every rank: of its device, and of each other space."""
     rows = [
         [
             c.rank,
@@ -180,22 +182,19 @@ def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
     for curve in curves:
         if curve.caches is not None:
             parts += ["", _cache_line(curve.rank, curve.caches)]
-        if curve.home is not None:
-            parts += ["", _home_line(curve, curve.home), *_absences(curve.home, curve.timed)]
+        for home in curve.homes:
+            parts += ["", _home_line(curve.rank, home), *_absences(home, curve.timed)]
         if curve.captured:
             parts += ["", _captured_line(curve.rank, curve.captured)]
-        parts += ["", *_plot(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
+        parts += ["", *_plots(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
     return "\n".join(parts)
 
 
-def _home_line(curve: Curve, home: HomeRoom) -> str:
+def _home_line(rank: int, home: HomeRoom) -> str:
     room = "" if home.room is None else f" of {shown_bytes(home.room)}"
-    least, most = min(home.course, default=home.bytes), max(home.course, default=home.bytes)
-    at = curve.points[home.course.index(most)].action if least < most else ""
-    course = f"; from {shown_bytes(least)} to {shown_bytes(most)} there over the run, most after {at}" if at else ""
     return (
-        f"rank {curve.rank}: {shown_bytes(home.bytes)}{room} at home in {home.space}, at most "
-        f"{shown_bytes(home.on_device)} of it on the device; a batch copies {shown_bytes(home.moved_per_batch)}{course}"
+        f"rank {rank}: {shown_bytes(home.bytes)}{room} at home in {home.space}, at most "
+        f"{shown_bytes(home.on_device)} of it on the device; a batch copies {shown_bytes(home.moved_per_batch)}"
     )
 
 
@@ -205,9 +204,10 @@ def _absences(home: HomeRoom, timed: bool) -> Iterator[str]:
     for item in home.absences[:_MOST_ITEMS]:
         away = shown_seconds(item.away) if timed else counted(round(item.away), "action")
         copy = shown_seconds(item.copy) if item.copy else "nothing"
-        rows.append([f"{item.item} of stage {item.stage}", shown_bytes(item.bytes), away, item.until, copy])
+        ways = [item.out or "no copy", item.back]
+        rows.append([f"{item.item} of stage {item.stage}", shown_bytes(item.bytes), *ways, away, item.until, copy])
     if rows:
-        yield table(["goes", "size", "away for", "until", "a copy takes"], rows)
+        yield table(["goes", "size", "out", "back", "away for", "until", "a copy takes"], rows)
     if len(home.absences) > _MOST_ITEMS:
         yield f"and {counted(len(home.absences) - _MOST_ITEMS, 'item')} more"
 
@@ -226,40 +226,65 @@ def _cache_line(rank: int, room: CacheRoom) -> str:
     )
 
 
-def _plot(curve: Curve, columns: int) -> Iterator[str]:
-    """Yield live bytes over time in blocks, from the least to the most; a column shows the maximum of its time."""
-    end, most = curve.points[-1].seconds, curve.most_live
-    least = min(point.live for point in curve.points)
-    over = shown_seconds(end) if curve.timed else f"{len(curve.points)} actions"
-    at = f" after {shown_seconds(most.seconds)}" if curve.timed else ""
-    held = max(point.held for point in curve.points)
-    where = f"{numbered('stage', curve.stages)} on {curve.device}"
+def _plots(curve: Curve, columns: int) -> Iterator[str]:
+    """Yield what lives on the device over time, and below it what is in each other space."""
+    most, held = curve.most_live, max(point.held for point in curve.points)
+    over = shown_seconds(curve.points[-1].seconds) if curve.timed else f"{len(curve.points)} actions"
+
+    def at(point: Point | HomePoint) -> str:
+        return f"most at {point.action}" + (f" after {shown_seconds(point.seconds)}" if curve.timed else "")
+
     yield (
-        f"rank {curve.rank}, {where}: live over {over}, most at {most.action}{at}: {shown_bytes(most.live)}; "
-        f"{shown_bytes(held)} held in the end"
+        f"rank {curve.rank}, {numbered('stage', curve.stages)} on {curve.device}: live over {over}, {at(most)}: "
+        f"{shown_bytes(most.live)}; {shown_bytes(held)} held in the end"
     )
-    heights = _heights(curve, columns, end)
-    span = most.live - least
+    yield from _plot([(point.seconds, point.live, point.live) for point in curve.points], columns)
+    for home in curve.homes:
+        most_there, changes = home.most_there, len({point.there for point in home.points}) > 1
+        yield (
+            f"rank {curve.rank}, {home.space}: there over {over}, {at(most_there) if changes else 'at all times'}: "
+            f"{shown_bytes(most_there.there)}; {_BETWEEN} is on the device as well"
+        )
+        yield from _plot([(point.seconds, point.alone, point.there) for point in home.points], columns)
+
+
+# The end of an action, and the bytes after it: of two curves, the lower one first.
+_Step = tuple[float, int, int]
+
+
+def _plot(steps: Sequence[_Step], columns: int) -> Iterator[str]:
+    """Yield bytes over time in blocks, from the least to the most; a column shows the maximum of its time."""
+    lower, upper = _heights([step[:2] for step in steps], columns), _heights([step[::2] for step in steps], columns)
+    least, most = min(step[1] for step in steps), max(upper)
     for row in reversed(range(_PLOT_ROWS)):
-        full = [(h - least) / span * _PLOT_ROWS * 8 - 8 * row if span else 0.0 for h in heights]
-        label = shown_bytes(most.live) if row == _PLOT_ROWS - 1 else shown_bytes(least) if not row else ""
-        yield f"{label:>10} ┤{''.join(_BLOCKS[max(0, min(8, round(x)))] for x in full).rstrip()}"
+        cells = (
+            _cell(*((height - least) / (most - least or 1) * _PLOT_ROWS * 8 - 8 * row for height in heights))
+            for heights in zip(lower, upper, strict=True)
+        )
+        label = shown_bytes(most) if row == _PLOT_ROWS - 1 else shown_bytes(least) if not row else ""
+        yield f"{label:>10} ┤{''.join(cells).rstrip()}"
 
 
-def _heights(curve: Curve, columns: int, end: float) -> list[int]:
-    """Return the maximum of live bytes in each of `columns` equal parts of the time.
+def _cell(lower: float, upper: float) -> str:
+    """Return a cell whose eighths two curves fill."""
+    block = _BLOCKS[max(0, min(8, round(lower)))]
+    return _BETWEEN if block == _BLOCKS[0] and upper >= 4 else block
 
-    Bytes that live after an action live until the next one ends.
+
+def _heights(steps: Sequence[tuple[float, int]], columns: int) -> list[int]:
+    """Return the maximum of bytes in each of `columns` equal parts of the time.
+
+    Bytes that are there after an action are there until the next one ends.
     """
     heights = [0] * columns
-    start, live = 0.0, curve.points[0].live
-    for point in curve.points:
+    (end, _), (start, before) = steps[-1], (0.0, steps[0][1])
+    for seconds, after in steps:
         first = min(columns - 1, int(start / end * columns)) if end else 0
-        last = min(columns - 1, int(point.seconds / end * columns)) if end else 0
+        last = min(columns - 1, int(seconds / end * columns)) if end else 0
         for column in range(first, last + 1):
-            heights[column] = max(heights[column], live)
-        heights[last] = max(heights[last], point.live)
-        start, live = point.seconds, point.live
+            heights[column] = max(heights[column], before)
+        heights[last] = max(heights[last], after)
+        start, before = seconds, after
     return heights
 
 

@@ -47,6 +47,10 @@ function openPass(index, word = "") {
   open("passes").go(index, word);
 }
 
+function openCopy(copy) {
+  open("schedule").reveal(copy);
+}
+
 function openKernel(op) {
   open("kernels").find(op);
 }

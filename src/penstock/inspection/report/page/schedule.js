@@ -10,15 +10,30 @@ function unpack(found) {
     const line = [];
     for (let at = 0; at < flat.length; at += 6) {
       const [kind, number, version, peer, start, length] = flat.slice(at, at + 6);
-      line.push({ kind: kinds[kind], number, version, peer, start, length, rank: found.ranks[i], batch: ONCE.has(kinds[kind]) ? number : Math.floor(number / per) });
+      const once = ONCE.has(kinds[kind]);
+      line.push({ kind: kinds[kind], number, version, peer, start, length, rank: found.ranks[i], once, batch: once ? number : Math.floor(number / per) });
+    }
+    return line;
+  });
+  const copies = (found.copies || []).map((flat, i) => {
+    const line = [];
+    for (let at = 0; at < flat.length; at += 6) {
+      const [name, kind, number, once, start, length] = flat.slice(at, at + 6);
+      line.push({ name, kind: kinds[kind], number, version: -1, peer: -1, start, length, rank: found.ranks[i], once: Boolean(once), batch: once ? number : Math.floor(number / per) });
     }
     return line;
   });
   const finish = Math.max(0, ...lines.map((line) => line.reduce((end, slice) => Math.max(end, slice.start + slice.length), 0)));
-  return { lines, finish, first: found.batches[0], count: found.batches[1], anchors: found.anchors, ranks: found.ranks };
+  return { lines, copies, finish, first: found.batches[0], count: found.batches[1], anchors: found.anchors, ranks: found.ranks };
 }
 
-const sliceName = (slice) => `${slice.kind}${slice.number}${slice.version >= 0 ? `@${slice.version}` : ""}`;
+const sliceName = (slice) => slice.name || `${slice.kind}${slice.number}${slice.version >= 0 ? `@${slice.version}` : ""}`;
+
+// A copy that the picture of the plan has, by its rank and action.
+function findCopy(rank, name) {
+  const { copies, ranks } = facts.schedule.planned;
+  return (copies[ranks.indexOf(rank)] || []).includes(name) ? { rank, name } : null;
+}
 
 const rankLabel = (rank) => {
   const place = facts.placement.ranks[rank];
@@ -29,7 +44,9 @@ function scheduleView() {
   const schedule = facts.schedule;
   if (!schedule) return { node: el("div", {}, view.title("Schedule"), absent("This program has no schedule with messages yet.")) };
   const planned = unpack(schedule.planned), measured = schedule.measured ? unpack(schedule.measured) : null;
-  const TRACK = 24, LOW = 15, ROW = TRACK + (measured ? LOW + 12 : 0) + 12, TOP = 26;
+  // Where any rank copies, each has a lane for what comes and one for what goes.
+  const LANES = planned.copies.some((line) => line.length) ? [["CI", "in"], ["CO", "out"]] : [];
+  const TRACK = 24, LOW = 15, LANE = LOW + 3, REST = TRACK + LANES.length * LANE, ROW = REST + (measured ? LOW + 12 : 0) + 12, TOP = 26;
   let batch = measured ? schedule.measured.at[0] : 0, lit = null, focus = null;
 
   // How much longer a batch of the run takes than one of the plan; by so much the plan is stretched where the two could not be seen at one scale.
@@ -40,7 +57,7 @@ function scheduleView() {
   const ratio = measured && paceOf(planned) > 0 && paceOf(measured) > 0 ? paceOf(measured) / paceOf(planned) : 1;
   let stretched = 1;
   function stretch(by) {
-    for (const slice of planned.lines.flat()) [slice.start, slice.length] = [(slice.start * by) / stretched, (slice.length * by) / stretched];
+    for (const slice of [...planned.lines, ...planned.copies].flat()) [slice.start, slice.length] = [(slice.start * by) / stretched, (slice.length * by) / stretched];
     planned.anchors = planned.anchors.map((anchor) => (anchor * by) / stretched);
     planned.finish *= by / stretched;
     stretched = by;
@@ -55,7 +72,8 @@ function scheduleView() {
     const { planned: a, measured: b } = shifts();
     return measured ? [Math.min(a, b), Math.max(planned.finish + a, measured.finish + b)] : [0, planned.finish];
   };
-  const tracks = planned.ranks.map((rank, i) => ({ rank, planned: planned.lines[i], measured: measured ? measured.lines[measured.ranks.indexOf(rank)] || [] : null }));
+  const lanesOf = (i) => LANES.map(([kind]) => planned.copies[i].filter((slice) => slice.kind === kind));
+  const tracks = planned.ranks.map((rank, i) => ({ rank, planned: planned.lines[i], lanes: lanesOf(i), measured: measured ? measured.lines[measured.ranks.indexOf(rank)] || [] : null }));
 
   const [from, to] = limits();
   const chart = timeline({
@@ -76,11 +94,13 @@ function scheduleView() {
       nodes.push(svg("circle", { class: `dot ${stageClass(place.stage)}`, cx: 7, cy: y + TRACK / 2, r: 4 }), svg("text", { class: "row", x: 16, y: y + TRACK / 2 + 4 }, axis.width < 560 ? `rank ${track.rank}` : clip(rankLabel(track.rank), 160)));
       nodes.push(svg("rect", { class: "track", x: axis.start, y, width: axis.end - axis.start, height: TRACK, rx: 3 }));
       slices(track.planned, axis, a, y, TRACK, nodes, "planned");
-      if (track.measured) {
-        if (axis.width >= 560) nodes.push(svg("text", { class: "row faint", x: 16, y: y + TRACK + LOW - 1 }, "measured"));
-        nodes.push(svg("rect", { class: "track", x: axis.start, y: y + TRACK + 3, width: axis.end - axis.start, height: LOW, rx: 3 }));
-        slices(track.measured, axis, b, y + TRACK + 3, LOW, nodes, "measured");
-      }
+      const below = [...track.lanes.map((lane, j) => [`copies ${LANES[j][1]}`, lane, a, "planned"]), ...(track.measured ? [["measured", track.measured, b, "measured"]] : [])];
+      below.forEach(([name, line, shift, source], j) => {
+        const above = y + TRACK + 3 + j * LANE;
+        if (axis.width >= 560) nodes.push(svg("text", { class: "row faint", x: 16, y: above + LOW - 4 }, name));
+        nodes.push(svg("rect", { class: "track", x: axis.start, y: above, width: axis.end - axis.start, height: LOW, rx: 3 }));
+        slices(line, axis, shift, above, LOW, nodes, source);
+      });
     });
     chart?.picture.classList.toggle("dim", Boolean(lit));
     return nodes;
@@ -90,10 +110,10 @@ function scheduleView() {
     let reached = -1;
     for (const slice of line) {
       const start = axis.x(slice.start + shift), end = axis.x(slice.start + slice.length + shift);
-      if (end < axis.start || start > axis.end || !slice.length) continue;
-      const x = Math.max(start, axis.start), width = Math.min(end, axis.end) - x, computes = COMPUTING.has(slice.kind);
+      if (end < axis.start || start > axis.end || !(slice.length || slice.name)) continue;
+      const x = Math.max(start, axis.start), width = Math.min(end, axis.end) - x, computes = COMPUTING.has(slice.kind) || Boolean(slice.name);
       // What is narrower than a pixel is drawn once per pixel.
-      if (width < 0.7 && Math.floor(x) === reached) continue;
+      if (width < 0.7 && Math.floor(x) === reached && slice !== focus) continue;
       reached = Math.floor(x);
       const box = svg("rect", { class: `slice kind-${computes ? slice.kind : "wait"} ${isLit(slice) ? "lit" : ""} ${slice === focus ? "focused" : ""}`,
         x: x.toFixed(2), y: computes ? y : y + height - 5, width: Math.max(0.7, width - (width > 4 ? 0.8 : 0)).toFixed(2), height: computes ? height : 4, rx: width > 6 ? 3 : 0 });
@@ -107,7 +127,7 @@ function scheduleView() {
     }
   }
 
-  const isLit = (slice) => Boolean(lit && lit.number === slice.number && ONCE.has(lit.kind) === ONCE.has(slice.kind));
+  const isLit = (slice) => Boolean(lit && lit.number === slice.number && lit.once === slice.once);
 
   // All that belongs to the same microbatch.
   function light(slice) {
@@ -128,24 +148,24 @@ function scheduleView() {
   function tipOf(slice, shift, source) {
     const pair = average.get(`${slice.rank} ${slice.kind}`), real = source === "planned" ? stretched : 1;
     return [
-      ["rank", rankLabel(slice.rank)], [ONCE.has(slice.kind) ? "batch" : "microbatch", `${slice.number}${ONCE.has(slice.kind) ? "" : ` of batch ${slice.batch}`}`],
+      ["rank", rankLabel(slice.rank)], [slice.once ? "batch" : "microbatch", `${slice.number}${slice.once ? "" : ` of batch ${slice.batch}`}`],
       ["weights", slice.version >= 0 ? `version ${slice.version}` : ""], ["peer", slice.peer >= 0 ? `rank ${slice.peer}` : ""],
-      ["starts", seconds(((slice.start + shift) * TICK) / real)], ["takes", `${seconds((slice.length * TICK) / real)}, ${source}`],
+      ["starts", seconds(((slice.start + shift) * TICK) / real)], [slice.name ? "is awaited after" : "takes", `${seconds((slice.length * TICK) / real)}, ${source}`],
       ["median", pair ? `planned ${seconds(pair[0])}, measured ${seconds(pair[1])}` : ""],
     ];
   }
 
   // ---------------------------------------------------------------- keys
 
-  const stops = (line) => line.filter((slice) => COMPUTING.has(slice.kind));
-  const lineOf = (slice) => tracks.flatMap((track) => [track.planned, track.measured || []]).find((line) => line.includes(slice));
+  const stops = (line) => line.filter((slice) => COMPUTING.has(slice.kind) || slice.name);
+  const lines = tracks.flatMap((track) => [track.planned, ...track.lanes, ...(track.measured ? [track.measured] : [])]).filter((line) => stops(line).length);
+  const lineOf = (slice) => lines.find((line) => line.includes(slice));
   function go(by) {
     const line = stops(focus ? lineOf(focus) : tracks[0].planned), at = focus ? line.indexOf(focus) + by : 0;
     set(line[Math.max(0, Math.min(line.length - 1, at))]);
   }
   function change(by) {
     if (!focus) return go(0);
-    const lines = tracks.flatMap((track) => (track.measured ? [track.planned, track.measured] : [track.planned]));
     const line = stops(lines[Math.max(0, Math.min(lines.length - 1, lines.indexOf(lineOf(focus)) + by))]);
     set(line.reduce((best, slice) => (Math.abs(slice.start - focus.start) < Math.abs(best.start - focus.start) ? slice : best), line[0]));
     return undefined;
@@ -153,15 +173,15 @@ function scheduleView() {
   function set(slice) {
     if (!slice) return;
     focus = slice;
-    const source = tracks.some((track) => track.planned.includes(slice)) ? "planned" : "measured", shift = shifts()[source];
+    const source = tracks.some((track) => track.measured?.includes(slice)) ? "measured" : "planned", shift = shifts()[source];
     chart.keep(slice.start + shift, slice.start + slice.length + shift);
     lit = null;
     light(slice);
     chart.redraw();
     const box = [...chart.picture.querySelectorAll(".slice")].find((each) => each.slice === slice)?.getBoundingClientRect();
-    const lines = tipOf(slice, shift, source);
-    if (box) showTip(box.x + Math.min(box.width, 40), box.bottom - 6, `${sliceName(slice)} · ${ACTION_NAMES[slice.kind]}`, lines);
-    say([sliceName(slice), ...lines.filter(([, value]) => value).map((pair) => pair.join(" "))].join(", "));
+    const told = tipOf(slice, shift, source);
+    if (box) showTip(box.x + Math.min(box.width, 40), box.bottom - 6, `${sliceName(slice)} · ${ACTION_NAMES[slice.kind]}`, told);
+    say([sliceName(slice), ...told.filter(([, value]) => value).map((pair) => pair.join(" "))].join(", "));
   }
   chart.picture.addEventListener("blur", () => {
     focus = null;
@@ -172,7 +192,7 @@ function scheduleView() {
   // ---------------------------------------------------------------- around it
 
   const kinds = [...new Set(planned.lines.flat().map((slice) => slice.kind))].filter((kind) => COMPUTING.has(kind));
-  const legend = el("div", { class: "legend" }, kinds.map((kind) => el("span", { class: "key" }, el("i", { class: `swatch kind-${kind}` }), `${kind} ${ACTION_NAMES[kind]}`)));
+  const legend = el("div", { class: "legend" }, [...kinds, ...LANES.map(([kind]) => kind)].map((kind) => el("span", { class: "key" }, el("i", { class: `swatch kind-${kind}` }), `${kind} ${ACTION_NAMES[kind]}`)));
   const from_batch = measured ? el("label", { class: "inline" }, "Both begin with batch ", el("input", { type: "number", min: measured.first, max: measured.first + measured.count - 1, value: batch,
     onchange: (event) => {
       batch = Math.max(measured.first, Math.min(measured.first + measured.count - 1, Number(event.target.value) || 0));
@@ -209,5 +229,9 @@ function scheduleView() {
           schedule.measured.compared.map(([rank, kind, plan, real]) => [rank, ACTION_NAMES[kind], { value: plan, node: seconds(plan) }, { value: real, node: seconds(real) }, plan ? (real / plan).toFixed(2) : "–"]),
           { caption: "Medians of computations", sortable: true })) : null)),
     shown: first,
+    reveal: ({ rank, name }) => {
+      chart.picture.focus();
+      set(planned.copies[planned.ranks.indexOf(rank)].find((slice) => slice.name === name));
+    },
   };
 }
