@@ -1,6 +1,6 @@
 """A training under budgets of memory, each with the plan that `--offload auto` chooses, under a limit of the kernel.
 
-    python benchmarks/budgets.py --out DIR --json budgets.json                 20 budgets: about five minutes
+    python benchmarks/budgets.py --out DIR --json budgets.json                 20 budgets: about 20 minutes
     python benchmarks/budgets.py --out DIR --width 64 --layers 5 --vocab 64 --budgets 3 --turns 1 --json x.json
 
 A GPT is trained with AdamW on one device of one thread, under gpipe. Budgets lie evenly from the least that any plan
@@ -13,9 +13,13 @@ rehearsed by itself ahead of each budget: seconds of its forward, backward and u
 estimates of the plan. The bandwidth of the disk is measured in turns with the steps, by code of its own: one thread
 reads a file, and another writes one. Plans are chosen by rates of the machine and a bandwidth that were measured before.
 
-A plan takes turns with the one that recomputes everything, without a limit. A turn is a run of so many steps, of which
-the first and the last do not count. Exit code 1 where a plan is ended, or losses are no numbers. The goals of the other
-figures are in the table: a step within 15 % of its prediction, and none slower than where everything is recomputed.
+A plan takes turns with the one that keeps everything and the one that recomputes everything, both without a limit. A
+turn is a run of so many steps, of which the first and the last do not count. A machine may change its speed from second
+to second. So the prediction of a turn goes by how long the plan that keeps everything takes ahead of it and behind it,
+over what it took around its rehearsal. Ratios are medians of those of turns.
+
+Exit code 1 where a plan is ended, or losses are no numbers. The goals of the other figures are in the table: a step
+within 15 % of its prediction, and none slower than where everything is recomputed.
 
 It goes on where DIR has rows of the same arguments: each row is written when it is there.
 """
@@ -32,11 +36,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elsewhere import Way
 from machine import load, markdown, processor, system, versions, write_json
@@ -94,6 +98,12 @@ class Contender:
         answer: dict[str, Any] | None = json.loads(line) if line else None
         return answer
 
+    def step(self) -> float:
+        """Return the seconds of a step of a turn, of a training that has no limit."""
+        answer = self.turn()
+        assert answer is not None, "a training without a limit was ended"
+        return statistics.median(answer["seconds"])
+
     def close(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # of a training that was ended
@@ -109,6 +119,21 @@ class Contender:
         self.errors.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+class Turn(NamedTuple):
+    """What a plan under its limit answered, and the seconds that others took beside it: a step of the plan that keeps
+    everything, the disk, and a step of the plan that recomputes everything."""
+
+    own: dict[str, Any]
+    kept: float
+    way: float
+    everything: float
+
+    @property
+    def step(self) -> float:
+        """The seconds of a step of the plan."""
+        return statistics.median(self.own["seconds"])
 
 
 def train(bundle: str, group: str | None) -> None:
@@ -201,36 +226,51 @@ class Budgets:
         }
         return predict_timed(module, [row]).step
 
-    def measured(self, row: Mapping[str, Any], base: int, everything: Contender) -> dict[str, Any]:
-        """Run a plan under its limit, in turns with the plan that recomputes everything, and the disk."""
+    def measured(self, row: Mapping[str, Any], base: int, kept: Contender, everything: Contender) -> dict[str, Any]:
+        """Run a plan under its limit, in turns with the plan that keeps everything, the one that recomputes everything,
+        and the disk."""
+        around = [kept.step()]
         corrections = self.corrections()
+        around.append(kept.step())
         group = MemoryGroup(row["bundle"], base + row["budget"])
         mine = Contender(self.out / row["bundle"], group)
-        turns: list[tuple[float, dict[str, Any] | None, dict[str, Any] | None]] = []
-        for turn in range(self.arguments.turns + 1):
-            moved = self.way.seconds()
-            own = mine.turn()
-            if turn:  # the first one warms up
-                turns.append((moved, own, everything.turn()))
+        mine.turn()  # warms up
+        turns: list[Turn] = []
+        ended = False
+        while len(turns) < self.arguments.turns and not ended:
+            before, moved, own = kept.step(), self.way.seconds(), mine.turn()
+            ended = own is None
+            if own is not None:
+                turns.append(Turn(own, (before + kept.step()) / 2, moved, everything.step()))
         mine.close()
         kills = group.kills
         group.close()
-        ways, answers, others = zip(*turns, strict=True)
-        ended = [answer for answer in answers if answer is not None]
-        bandwidth = MOVED / statistics.median(ways)
-        step = statistics.median([s for answer in ended for s in answer["seconds"]] or [math.nan])
+        speeds = [turn.kept / statistics.mean(around) for turn in turns]
+        predictions = [
+            self.predicted(row["bundle"], {k: x * speed for k, x in corrections.items()}, MOVED / turn.way)
+            for speed, turn in zip(speeds, turns, strict=True)
+        ]
         return {
             "kills": kills,
-            "finished": len(ended) == self.arguments.turns and all(map(math.isfinite, ended[-1]["losses"])),
-            "way bytes per second": bandwidth,
-            "predicted": self.predicted(row["bundle"], corrections, bandwidth),
+            "finished": bool(turns) and not ended and all(map(math.isfinite, turns[-1].own["losses"])),
+            "way bytes per second": MOVED / median(turn.way for turn in turns),
+            "predicted": median(predictions),
             "corrections": corrections,
-            "step": step,
-            "steps": [answer["seconds"] for answer in ended],
-            "ways": list(ways),
-            "everything again": statistics.median([s for answer in others for s in answer["seconds"]]),
-            "resident": max((answer["resident"] for answer in ended), default=0) - base,
+            "speeds": speeds,
+            "step": median(turn.step for turn in turns),
+            "predicted / step": median(p / turn.step for p, turn in zip(predictions, turns, strict=True)),
+            "predicted / step in turns": [p / turn.step for p, turn in zip(predictions, turns, strict=True)],
+            "steps": [turn.own["seconds"] for turn in turns],
+            "ways": [turn.way for turn in turns],
+            "everything again": median(turn.everything for turn in turns),
+            "step / everything again": median(turn.step / turn.everything for turn in turns),
+            "resident": max((turn.own["resident"] for turn in turns), default=0) - base,
         }
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median, or no number of nothing."""
+    return statistics.median([*values] or [math.nan])
 
 
 def peak_of(plan: ps.Plan) -> int:
@@ -265,16 +305,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     assert answer is not None, "the run of the tiny model failed"
     state["base"] = answer["resident"]
     (held,) = measure_memory(open_bundle(budgets.out / "all").module).values()
-    everything = Contender(budgets.out / "all")
+    kept, everything = Contender(budgets.out / "kept"), Contender(budgets.out / "all")
+    kept.turn()
     everything.turn()
     for row in state["rows"]:
         row["everything again fits"] = held.peak <= row["budget"]
         if "step" not in row:
-            row |= budgets.measured(row, state["base"], everything)
+            row |= budgets.measured(row, state["base"], kept, everything)
             print(
                 f"{row['budget'] / MIB:.1f} MiB by {row['does']}: {row['step']:.3f} s, predicted {row['predicted']:.3f}"
             )
             keep()
+    kept.close()
     everything.close()
     return state
 
@@ -293,8 +335,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[st
             f"{row['resident'] / MIB:.0f}",
             f"{row['predicted']:.3f}",
             f"{row['step']:.3f}",
-            f"{row['predicted'] / row['step']:.2f}",
-            f"{row['step'] / row['everything again']:.2f}" if row["everything again fits"] else "does not fit",
+            f"{row['predicted / step']:.2f}",
+            f"{row['step / everything again']:.2f}" if row["everything again fits"] else "does not fit",
             "finished" if row["finished"] and not row["kills"] else "ENDED",
         ]
         for row in rows
@@ -305,9 +347,9 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[st
 def table_of_verdict(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return how many budgets reach each goal."""
     finished = sum(row["finished"] and not row["kills"] for row in rows)
-    near = sum(abs(row["predicted"] / row["step"] - 1) <= WITHIN for row in rows)
-    beside = [row["step"] / row["everything again"] for row in rows if row["everything again fits"]]
-    worst = max((row["predicted"] / row["step"] for row in rows), key=lambda ratio: abs(math.log(ratio)))
+    near = sum(abs(row["predicted / step"] - 1) <= WITHIN for row in rows)
+    beside = [row["step / everything again"] for row in rows if row["everything again fits"]]
+    worst = max((row["predicted / step"] for row in rows), key=lambda ratio: abs(math.log(ratio)))
     listed = [
         ["the plan finishes under its limit", f"{finished} of {len(rows)}", ""],
         ["the step is within 15 % of its prediction", f"{near} of {len(rows)}", f"worst: predicted / measured {worst:.2f}"],
@@ -323,7 +365,7 @@ def table_of_verdict(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", help="a folder on the disk that is measured (default: one for temporary files)")
-    for name, value in {**SIZES, "turns": 2}.items():
+    for name, value in {**SIZES, "turns": 7}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only-plans", action="store_true", help="plan and compile, and run nothing")
     parser.add_argument("--json", help="write the figures here, too")

@@ -44,6 +44,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "packs-beside-torch": committed_table("interleaved", "schedules"),
         "beyond-memory": committed_table("beyond_memory"),
         "under-budgets": under_budgets,
+        "under-budgets-xeon": partial(under_budgets, "budgets_xeon"),
         "saved-memory": committed_table("saved_memory"),
         "export-verdicts": export_verdicts,
         "exported-models": partial(exported_models, "beside_onnxruntime"),
@@ -91,13 +92,13 @@ def long_run() -> str:
     return together_table()
 
 
-def under_budgets() -> str:
-    """What plans under budgets of memory were chosen, predicted and measured to take in the committed run."""
+def under_budgets(name: str = "budgets") -> str:
+    """What plans under budgets of memory were chosen, predicted and measured to take in a committed run."""
     sys.path.append(str(HERE.parent / "benchmarks"))
     from budgets import table_of, table_of_verdict
     from machine import markdown
 
-    document = json.loads((HERE.parent / "benchmarks/results/budgets.json").read_text(encoding="utf-8"))
+    document = json.loads((HERE.parent / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
     tables = [markdown(*make(document["rows"])) for make in (table_of_verdict, table_of)]
     return "\n\n".join([f"* {'; '.join(document['machine'])}", *tables]) + "\n"
 

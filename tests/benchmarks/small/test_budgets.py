@@ -17,7 +17,8 @@ import budgets
 
 ROW = {
     "budget": 1 << 20, "does": "recomputing", "price": 0.1, "resident": 1 << 20, "predicted": 1.1, "step": 1.0,
-    "everything again": 1.2, "everything again fits": True, "finished": True, "kills": 0,
+    "predicted / step": 1.1, "everything again": 1.2, "everything again fits": True, "step / everything again": 0.9,
+    "finished": True, "kills": 0,
 }  # fmt: skip
 
 
@@ -32,12 +33,18 @@ def test_plans_finish_under_their_limits(tmp_path: Path) -> None:
     assert [row["finished"] for row in rows] == [True] * 3
     assert all(row["planned"] <= row["budget"] for row in rows)
     assert rows[-1]["does"] == "keeping everything" != rows[0]["does"]
-    assert min(min(row["step"], row["predicted"], row["everything again"]) for row in rows) > 0
+    assert min(min(row["step"], row["predicted / step"], row["step / everything again"]) for row in rows) > 0
 
 
 @pytest.mark.parametrize(
     ("change", "reached"),
-    [({}, 3), ({"predicted": 1.2}, 2), ({"step": 1.21}, 2), ({"finished": False}, 2), ({"kills": 1}, 2)],
+    [
+        ({}, 3),
+        ({"predicted / step": 1.2}, 2),
+        ({"step / everything again": 1.01}, 2),
+        ({"finished": False}, 2),
+        ({"kills": 1}, 2),
+    ],
     ids=lambda change: "-".join(change) if isinstance(change, dict) else "",
 )
 def test_a_goal_that_is_missed_is_told(change: dict[str, object], reached: int) -> None:
